@@ -1,0 +1,1 @@
+"""Translation: HTTP, CLI, settings, chat templates, tool-call text, SSE, metrics."""

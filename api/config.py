@@ -1,0 +1,44 @@
+"""Configuration of an ``Engine``: one frozen value. Read from arguments, files and the environment only in api/settings.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Sizes: bytes or tokens as named; 0 means "choose and print why".
+
+    ``model``: path of a GGUF file, "" = the default model in the cache folder. ``device``: "cpu" or "cuda".
+    ``weights``: auto, bf16, fp32 or int4 (CPU). ``pool_tokens``: device pool, in tokens of KV. ``ram_bytes``: RAM tier,
+    -1 = choose, 0 = off. ``store_dir`` "" = no disk tier; ``store_bytes`` its cap; ``store_min_free_bytes`` what must stay free
+    on that disk. ``store_optional``: serve without the tier when it cannot be opened (the reason is kept and shown).
+    ``threads``: of the model's arithmetic. ``lag`` -1 = the device's default. ``decode_rows``: fixed row count of decode
+    calls under ``deterministic``.
+    """
+
+    model: str = ""
+    served_name: str = ""
+    device: str = "cpu"
+    weights: str = "auto"
+    context_tokens: int = 0
+    pool_tokens: int = 0
+    ram_bytes: int = -1
+    store_dir: str = ""
+    store_bytes: int = 0
+    store_min_free_bytes: int = 1 << 30
+    store_optional: bool = False
+    store_readers: int = 4
+    store_writers: int = 2
+    max_rows: int = 16
+    step_tokens: int = 0
+    idle_step_tokens: int = 0
+    queue_limit: int = 256
+    max_sessions: int = 10_000
+    threads: int = 0
+    lag: int = -1
+    deterministic: bool = False
+    decode_rows: int = 16
+    write_timeout_s: float = 60.0
+    drain_s: float = 30.0
+    default_max_tokens: int = 0

@@ -1,0 +1,1 @@
+"""Scepticism: agent workloads against any OpenAI-compatible URL."""

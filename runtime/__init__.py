@@ -1,0 +1,1 @@
+"""Arithmetic: one model on one device (weights, pages, slab, attention, one step, copies)."""

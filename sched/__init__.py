@@ -1,0 +1,1 @@
+"""Decisions: who runs next, who leaves, who comes back."""

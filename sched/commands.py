@@ -1,0 +1,140 @@
+"""All that the core may ask for. Frozen. The loop carries them out in order; completions come back as events."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvalet.runtime.plan import PageId, SlotId
+from kvalet.sched.events import TransferId
+from kvalet.sched.turns import Ended, Piece, Refusal, TurnId
+from kvalet.store.ids import ChunkKey, ChunkMeta, TailRef
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """Base of all commands."""
+
+
+@dataclass(frozen=True, slots=True)
+class Accept(Command):
+    turn: TurnId
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse(Command):
+    turn: TurnId
+    refusal: Refusal
+    message: str
+    retry_after_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Emit(Command):
+    turn: TurnId
+    piece: Piece
+
+
+@dataclass(frozen=True, slots=True)
+class End(Command):
+    """The last command for this turn."""
+
+    turn: TurnId
+    ended: Ended
+
+
+@dataclass(frozen=True, slots=True)
+class CopyOut(Command):
+    """Device -> slot: ``pages[i]`` goes to page ``first_page + i`` of the slot's payload. Answer: CopyDone or CopyFailed."""
+
+    transfer: TransferId
+    pages: tuple[PageId, ...]
+    slot: SlotId
+    first_page: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CopyIn(Command):
+    """Slot -> device: payload page ``slot_pages[i]`` goes to ``pages[i]``. Answer: CopyDone or CopyFailed."""
+
+    transfer: TransferId
+    slot: SlotId
+    slot_pages: tuple[int, ...]
+    pages: tuple[PageId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadChunk(Command):
+    """Disk -> slot, verified against ``meta``. Answer: ReadDone or ReadFailed. ``session`` is for fair shares; a smaller
+    ``klass`` goes first (0 waiting turn, 1 predicted return, 2 background)."""
+
+    transfer: TransferId
+    meta: ChunkMeta
+    slot: SlotId
+    session: str = ""
+    klass: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ReadTail(Command):
+    """Disk -> slot: of ``candidates`` (at most 4, most recent first, all of one parent), the one that shares the longest
+    prefix with ``ids``. ReadDone carries its own ids; ReadFailed("no_prefix") if none shares a token."""
+
+    transfer: TransferId
+    parent: bytes
+    ordinal: int
+    first_token: int
+    ids: tuple[int, ...]
+    candidates: tuple[TailRef, ...]
+    slot: SlotId
+    session: str = ""
+    klass: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WriteChunk(Command):
+    """Slot -> disk, durable. Answer: WriteDone or WriteFailed. Parents are asked for before their children."""
+
+    transfer: TransferId
+    meta: ChunkMeta
+    slot: SlotId
+    klass: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class CancelTransfer(Command):
+    """A wish: what has not started fails with reason "cancelled"; what has started finishes. One answer comes either way."""
+
+    transfer: TransferId
+
+
+@dataclass(frozen=True, slots=True)
+class PinDisk(Command):
+    """The store does not evict these until unpinned (counted: as many unpins as pins)."""
+
+    keys: tuple[ChunkKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class UnpinDisk(Command):
+    keys: tuple[ChunkKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TouchDisk(Command):
+    """One recency value for the whole chain, parents first."""
+
+    keys: tuple[ChunkKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WakeAt(Command):
+    """Post a ``Tick`` at this time of the scheduler's clock. A later WakeAt does not cancel an earlier one."""
+
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Drained(Command):
+    """After BeginDrain: no turn runs and nothing is left to write. ``left_behind`` counts chunks that did not reach disk."""
+
+    left_behind: int

@@ -1,0 +1,147 @@
+"""All that can happen to the core. Frozen; every event carries the clock's time ``now`` in seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NewType
+
+from kvalet.runtime.plan import StepResult
+from kvalet.sched.turns import EndReason, TurnId, TurnSpec
+from kvalet.store.ids import ChunkKey
+
+TransferId = NewType("TransferId", int)
+"""Names one transfer (one chunk moving one way between two tiers). Never reused."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class Submit(Event):
+    """Answered by exactly one ``Accept`` or ``Refuse``."""
+
+    spec: TurnSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel(Event):
+    """Ends the turn with ``reason`` at this event, in whatever state it is; unknown or ended turns are ignored."""
+
+    turn: TurnId
+    reason: EndReason = EndReason.CANCELLED
+
+
+@dataclass(frozen=True, slots=True)
+class Blocked(Event):
+    """The turn's channel is full: pause it."""
+
+    turn: TurnId
+
+
+@dataclass(frozen=True, slots=True)
+class Unblocked(Event):
+    turn: TurnId
+
+
+@dataclass(frozen=True, slots=True)
+class CloseSession(Event):
+    """Ends the session's turns as cancelled and gives up its claim on its branches (shared pages stay cached)."""
+
+    session: str
+    tenant: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ForkSession(Event):
+    """``child`` starts with all branches of ``parent``. Both share pages, chunks and reads."""
+
+    parent: str
+    child: str
+    tenant: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone(Event):
+    result: StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFailed(Event):
+    """The engine thread raised or the device is lost: every turn ends once with ``device_error``."""
+
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class CopyDone(Event):
+    """A CopyOut or CopyIn has finished on the device."""
+
+    transfer: TransferId
+    copy_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class CopyFailed(Event):
+    """The bytes did not arrive; source and destination are untouched or garbage and no longer in use by the copy."""
+
+    transfer: TransferId
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReadDone(Event):
+    """The chunk's bytes lie verified in the slot. For a tail found by prefix, ``ids`` are the tail's own token ids and
+    ``key`` its key."""
+
+    transfer: TransferId
+    key: ChunkKey
+    ids: tuple[int, ...] = ()
+    n_bytes: int = 0
+    read_ms: float = 0.0
+    verify_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ReadFailed(Event):
+    """The slot holds nothing of use and is no longer used by the reader. ``reason``: the store's word for it."""
+
+    transfer: TransferId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class WriteDone(Event):
+    """The chunk is durable (or was there already); the slot is no longer used by the writer."""
+
+    transfer: TransferId
+    n_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WriteFailed(Event):
+    """Not on disk; the slot's bytes are intact and no longer used by the writer."""
+
+    transfer: TransferId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class DiskGone(Event):
+    """The store no longer holds these (evicted, quarantined, found missing)."""
+
+    keys: tuple[ChunkKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Tick(Event):
+    """Time has passed: posted when a ``WakeAt`` is due."""
+
+
+@dataclass(frozen=True, slots=True)
+class BeginDrain(Event):
+    """Refuse new turns from now on, end running ones at ``deadline`` at the latest with ``shutdown``, and when
+    none runs spill everything that is worth it down to the disk, in order of value."""
+
+    deadline: float

@@ -1,0 +1,1 @@
+"""Bytes: the RAM tier's book, chunk files, digests, repair."""
