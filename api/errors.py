@@ -7,7 +7,7 @@ class ApiError(Exception):
     """A request that cannot be served as asked. Never leaves anything behind.
 
     ``message`` says what is wrong and what to do; ``param`` is the path of the bad field ("messages[2].content"), None where
-    no field is to blame; ``code`` a short stable word; ``status`` the HTTP status. ``retry_after_s`` 0 = do not send the header.
+    no field is to blame; ``code`` a short stable word; ``status`` the HTTP status. ``retry_after_s`` 0 = no such header.
     """
 
     def __init__(

@@ -8,7 +8,7 @@ the engine keeps can be rebuilt from a ``RowOpen``, so a preempted turn is close
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import NewType
 
 RowId = NewType("RowId", int)
@@ -21,7 +21,7 @@ SlotId = NewType("SlotId", int)
 """Index into the slab."""
 
 
-class EndedBy(str, Enum):
+class EndedBy(StrEnum):
     """Why the engine says that a row has no more tokens. The scheduler maps it to the turn's end reason."""
 
     STOP = "stop"

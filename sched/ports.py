@@ -12,6 +12,9 @@ from typing import Any, Protocol
 from kvalet.runtime.plan import PageId, SlotId, StepPlan, StepResult
 from kvalet.store.ids import ChunkKey, ChunkMeta, TailRef
 
+CopyDoneCallback = Callable[[str | None, float], None]
+JobDoneCallback = Callable[[Any], None]
+
 
 class DiskView(Protocol):
     """In-memory questions about the disk tier, on the loop thread. They never do I/O and never block.
@@ -50,13 +53,9 @@ class CopierPort(Protocol):
     """Copies between pool pages and slab slots, each direction in its own order. ``done(error, copy_ms)`` is called once per
     copy, on a thread of the copier's: error None or the reason."""
 
-    def copy_out(
-        self, pages: Sequence[PageId], slot: SlotId, first_page: int, done: Callable[[str | None, float], None]
-    ) -> None: ...
+    def copy_out(self, pages: Sequence[PageId], slot: SlotId, first_page: int, done: CopyDoneCallback) -> None: ...
 
-    def copy_in(
-        self, slot: SlotId, slot_pages: Sequence[int], pages: Sequence[PageId], done: Callable[[str | None, float], None]
-    ) -> None: ...
+    def copy_in(self, slot: SlotId, slot_pages: Sequence[int], pages: Sequence[PageId], done: CopyDoneCallback) -> None: ...
 
     def close(self) -> None: ...
 
@@ -71,9 +70,7 @@ class StorePort(DiskView, Protocol):
     on_gone: Callable[[tuple[ChunkKey, ...]], None]
     """Called on the loop thread when the index loses keys."""
 
-    def read(
-        self, job: int, meta: ChunkMeta, slot: memoryview, done: Callable[[Any], None], *, session: str, klass: int
-    ) -> None: ...
+    def read(self, job: int, meta: ChunkMeta, slot: memoryview, done: JobDoneCallback, *, session: str, klass: int) -> None: ...
 
     def read_tail(
         self,
@@ -84,13 +81,13 @@ class StorePort(DiskView, Protocol):
         ids: Sequence[int],
         candidates: Sequence[TailRef],
         slot: memoryview,
-        done: Callable[[Any], None],
+        done: JobDoneCallback,
         *,
         session: str,
         klass: int,
     ) -> None: ...
 
-    def write(self, job: int, meta: ChunkMeta, slot: memoryview, done: Callable[[Any], None], *, klass: int) -> None: ...
+    def write(self, job: int, meta: ChunkMeta, slot: memoryview, done: JobDoneCallback, *, klass: int) -> None: ...
 
     def cancel(self, job: int) -> None: ...
 

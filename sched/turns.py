@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import NewType
 
 from kvalet.runtime.plan import SamplingParams, TokenLogprob
@@ -12,7 +12,7 @@ TurnId = NewType("TurnId", int)
 """Unique in the process; given by ``Scheduler.next_turn_id``. Grows by one, so a smaller id is an older turn."""
 
 
-class EndReason(str, Enum):
+class EndReason(StrEnum):
     """The one reason with which an accepted turn ends. Exactly one per accepted turn, always."""
 
     STOP = "stop"
@@ -29,7 +29,7 @@ class EndReason(str, Enum):
     """A defect of kvalet. Counted; must be 0 in every test."""
 
 
-class Refusal(str, Enum):
+class Refusal(StrEnum):
     """Why a turn was not accepted. api's error table maps it to a status."""
 
     QUEUE_FULL = "queue_full"

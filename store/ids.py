@@ -1,7 +1,7 @@
 """Names of stored bytes: identity, chain keys, chunk descriptions. Pure; standard library only.
 
-Key chain (docs/architecture.md): key_i = blake2b-256(key = tenant secret, parent || token ids as u32 LE || extras), the parent of
-the first chunk being the identity digest. A key therefore names all tokens from position 0 to the end of its chunk, the
+Key chain (docs/architecture.md): key_i = blake2b-256(key = tenant secret, parent || token ids as u32 LE || extras); the
+parent of the first chunk is the identity digest. A key therefore names all tokens from position 0 to the end of its chunk, the
 tenant, and everything that decides what the bytes mean.
 """
 
@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import sys
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NewType
-import sys
 
 ChunkKey = NewType("ChunkKey", bytes)
 """32 bytes."""

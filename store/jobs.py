@@ -6,15 +6,18 @@ from dataclasses import dataclass
 
 from kvalet.store.ids import ChunkKey
 
+NO_KEY = ChunkKey(b"")
+
 
 @dataclass(frozen=True, slots=True)
 class ReadResult:
     """``reason`` "" = the slot holds the verified chunk. Else one of: missing, size, header, payload, identity, key,
-    foreign, io, resources, cancelled, deadline, no_prefix, quarantined, closed, internal. For a tail: ``key`` and ``ids`` are its own."""
+    foreign, io, resources, cancelled, deadline, no_prefix, quarantined, closed, internal.
+    For a tail: ``key`` and ``ids`` are its own."""
 
     job: int
     reason: str = ""
-    key: ChunkKey = ChunkKey(b"")
+    key: ChunkKey = NO_KEY
     ids: tuple[int, ...] = ()
     n_bytes: int = 0
     read_ms: float = 0.0
@@ -23,8 +26,8 @@ class ReadResult:
 
 @dataclass(frozen=True, slots=True)
 class WriteResult:
-    """``reason`` "" = durable. Else one of: full, io, ancestor, read_only, cancelled, closed, internal. ``skipped``: it was there
-    already, nothing was written."""
+    """``reason`` "" = durable. Else one of: full, io, ancestor, read_only, cancelled, closed, internal. ``skipped``: it
+    was there already, nothing was written."""
 
     job: int
     reason: str = ""
