@@ -77,7 +77,8 @@ class ReadChunk(Command):
 @dataclass(frozen=True, slots=True)
 class ReadTail(Command):
     """Disk -> slot: of ``candidates`` (at most 4, most recent first, all of one parent), the one that shares the longest
-    prefix with ``ids``. ReadDone carries its own ids; ReadFailed("no_prefix") if none shares a token."""
+    prefix with ``ids``. ReadDone carries its own ids; ReadFailed("no_prefix") if none shares a token. ``secret``: TurnSpec.secret;
+    without it the tail's key cannot be checked and the read is refused ("key")."""
 
     transfer: TransferId
     parent: bytes
@@ -88,6 +89,7 @@ class ReadTail(Command):
     slot: SlotId
     session: str = ""
     klass: int = 0
+    secret: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

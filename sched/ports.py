@@ -85,6 +85,7 @@ class StorePort(DiskView, Protocol):
         *,
         session: str,
         klass: int,
+        secret: bytes = b"",
     ) -> None: ...
 
     def write(self, job: int, meta: ChunkMeta, slot: memoryview, done: JobDoneCallback, *, klass: int) -> None: ...

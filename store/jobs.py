@@ -26,8 +26,8 @@ class ReadResult:
 
 @dataclass(frozen=True, slots=True)
 class WriteResult:
-    """``reason`` "" = durable. Else one of: full, io, ancestor, read_only, cancelled, closed, internal. ``skipped``: it
-    was there already, nothing was written."""
+    """``reason`` "" = durable. Else one of: full, io, ancestor, read_only, resources, cancelled, closed, internal. ``skipped``:
+    it was there already (or another job wrote it meanwhile), this job wrote nothing."""
 
     job: int
     reason: str = ""
