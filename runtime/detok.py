@@ -14,7 +14,7 @@ from typing import Protocol
 class Vocabulary(Protocol):
     """What the detokeniser needs from a tokenizer."""
 
-    def text_bytes(self, token_id: int) -> bytes:
+    def token_bytes(self, token_id: int) -> bytes:
         """The bytes a token adds to the text: none for a control token, nor for an id that the vocabulary does not have."""
         ...
 
@@ -33,7 +33,7 @@ class Detokenizer:
 
     def push(self, token_id: int) -> str:
         """The characters that are complete now."""
-        return self._decoder.decode(self._vocabulary.text_bytes(token_id))
+        return self._decoder.decode(self._vocabulary.token_bytes(token_id))
 
     @property
     def pending(self) -> bool:

@@ -52,9 +52,10 @@ class Released:
 
 
 class StopStrings:
-    """Finds the first stop string in a text that comes in pieces. Holds back at most the longest stop string less one character.
+    """Finds the first stop string in a text that comes in pieces.
 
-    Empty stop strings are ignored (api refuses them). Cost: characters x stop strings, no more for hostile ones.
+    Holds back at most the longest stop string less one character. Empty stop strings are ignored (api refuses them).
+    Cost: characters x stop strings, no more for hostile ones.
     """
 
     __slots__ = ("_automata", "_held")
