@@ -1,0 +1,65 @@
+# Every target makes the environment it needs first (visible steps, seconds the second time).
+#   PYTHON=...       the interpreter to build on (>= 3.11)
+#   TORCH=...        another torch: a requirement such as "torch==2.12.*", or "system" for the one the interpreter has
+#   ALLOW_CUDA=1     take the CUDA build of torch on a machine without an NVIDIA device
+#   ARGS=...         added to the target's command
+SHELL = /bin/sh
+PYTHON ?= python3
+TORCH ?=
+ALLOW_CUDA ?=
+ARGS ?=
+PY = .venv/bin/python
+SHORT = not long and not gpu
+PACKAGES = -p kvalet.runtime -p kvalet.sched -p kvalet.store -p kvalet.api -p kvalet.loadtest
+export PYTHON TORCH ALLOW_CUDA
+export PYTHONSAFEPATH = 1
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+.PHONY: help setup setup-notorch model demo test test-long serve check bench-cpu clean
+.NOTPARALLEL:
+
+help:
+	@echo 'make demo       twelve agents on one small machine: spilled, killed, restored, compared (about 4 minutes)'
+	@echo 'make test       all tests; make test-long: those that need minutes each'
+	@echo 'make serve      the server with the default model, ARGS="--store DIR --port 8000 ..."'
+	@echo 'make check      lint, format, types, house rules'
+	@echo 'make bench-cpu  kvalet beside llama.cpp (xllamacpp), table and bench-cpu.json'
+	@echo 'make model      fetches the default model; make clean: removes the environments'
+
+setup:
+	@.ci/stage "set-up" .ci/setup main
+
+setup-notorch:
+	@.ci/stage "set-up without torch" .ci/setup notorch
+
+model: setup
+
+demo: setup
+	@.ci/stage "demo" $(PY) -m kvalet demo $(ARGS)
+
+test: setup setup-notorch
+	@.ci/stage "tests of sched and store, where torch cannot be imported" \
+		.venv-notorch/bin/python -m pytest -q -m "$(SHORT)" tests/sched tests/store $(ARGS)
+	@.ci/stage "all other tests" \
+		$(PY) -m pytest -q -m "$(SHORT)" --ignore=tests/sched --ignore=tests/store --durations=15 $(ARGS)
+
+test-long: setup
+	@.ci/stage "long tests" $(PY) -m pytest -q -m long --durations=15 $(ARGS)
+
+serve: setup
+	@exec $(PY) -m kvalet serve $(ARGS)
+
+check: setup
+	@.ci/stage "lint" $(PY) -m ruff check .
+	@.ci/stage "format" $(PY) -m ruff format --check .
+	@.ci/stage "types" env MYPYPATH=.venv/mypy $(PY) -m mypy $(PACKAGES)
+	@.ci/stage "house rules" $(PY) -m pytest -q tests/test_tidy.py
+
+bench-cpu: setup
+	@.ci/stage "set-up of the peer" .ci/setup bench
+	@.ci/stage "benchmark" $(PY) tests/bench/bench_cpu.py $(ARGS)
+
+clean:
+	rm -rf .venv .venv-notorch .venv-bench build dist kvalet.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -f demo-report.json bench-cpu.json
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
