@@ -115,19 +115,19 @@ class RowState:
 
     def sampling(self) -> RowSampling:
         """The sampler's view of this row for its next token, bans and mask brought up to date."""
-        sampling = self._sampling
-        sampling.banned = self._banned()
-        sampling.bitmask = self._matcher.bitmask() if self._matcher is not None else None
+        sampling, banned = self._sampling, self._banned()
+        if self._matcher is None:
+            sampling.banned = banned
+        else:
+            sampling.bitmask = _without(self._matcher.bitmask(), banned)
         return sampling
 
     def _banned(self) -> tuple[int, ...]:
-        """Ids that would end the turn too early. A finished grammar allows nothing but an end, so then nothing is banned."""
-        if self._matcher is not None and self._matcher.finished:
-            return ()
+        """Ids that would end the turn too early, or that ``ignore_eos`` does not want while the grammar has more to say."""
         banned = self._stop_ids if self.n_accepted < self.params.min_tokens else frozenset()
         if self.params.ignore_eos and self._matcher is not None:
             banned |= self._text.end_ids
-        return tuple(sorted(banned))
+        return tuple(banned)
 
     def progress(self) -> RowResult:
         """The result of a step that did not sample (a prefill piece)."""
@@ -194,3 +194,13 @@ class RowState:
         """End the row; returns the text that was held back."""
         self.ended, self._reusable = why, reusable
         return self._stops.flush() + self._detok.finish()
+
+
+def _without(bitmask: NDArray[np.int32], banned: tuple[int, ...]) -> NDArray[np.int32]:
+    """The mask without ``banned``; the mask itself where nothing else is allowed (a complete text may end before min_tokens)."""
+    if not banned:
+        return bitmask
+    bits = bitmask.copy().view(np.uint32)
+    for token_id in banned:
+        bits[token_id >> 5] &= ~np.uint32(1 << (token_id & 31))
+    return bits.view(np.int32) if bits.any() else bitmask
