@@ -63,11 +63,15 @@ class EngineThread:
         """Plans submitted whose results were not settled yet."""
         return self._in_flight
 
+    @property
+    def has_room(self) -> bool:
+        return self._in_flight < self._depth
+
     def start(self) -> None:
         self._thread.start()
 
     def submit(self, plan: StepPlan) -> None:
-        if self._in_flight >= self._depth:
+        if not self.has_room:
             raise RuntimeError(f"step {plan.step} planned while {self._in_flight} are in flight; lag allows {self._depth}")
         self._in_flight += 1
         self._newest = plan.step
@@ -75,8 +79,8 @@ class EngineThread:
 
     def nothing_after(self) -> None:
         """The core has no plan to follow the newest submitted one now: the engine may be waited for. Repeating it changes
-        nothing."""
-        if self._engine.synchronous or not self._in_flight or self._told_nothing_after == self._newest:
+        nothing, nor does it while no further plan would be taken."""
+        if self._engine.synchronous or self._told_nothing_after == self._newest or not self.has_room:
             return
         self._told_nothing_after = self._newest
         self._mail.put(_NothingAfter(self._newest))
@@ -84,6 +88,10 @@ class EngineThread:
     def settle(self) -> None:
         """A result was handled: one plan fewer in flight."""
         self._in_flight -= 1
+
+    def abandon(self) -> None:
+        """The thread has said that it failed: no result comes any more."""
+        self._in_flight = 0
 
     def stop(self) -> None:
         """Plans not launched yet are dropped, launched ones are finished, then the thread ends. Never waits."""
