@@ -87,8 +87,8 @@ class RowState:
         self._sampling = RowSampling(params, seed, text.vocab_size, self.ids)
         self._detok = Detokenizer(text.vocabulary)
         self._stops = StopStrings(params.stop)
-        self._end_ids = frozenset() if params.ignore_eos else text.end_ids
-        self._stop_ids = self._end_ids | frozenset(params.stop_token_ids)
+        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else text.end_ids)
+        self._stop_ids = frozenset(token_id for token_id in stop_ids if 0 <= token_id < text.vocab_size)
         self._n_chars = 0
         self._n_sent = 0
         self._last_char: list[int] = []
@@ -98,6 +98,7 @@ class RowState:
             if self.ended is not None:
                 break
             self._take(token_id)
+        self.ids[len(self.ids) :] = opened.ids[len(self.ids) :]
 
     def _open_grammar(self) -> RowMatcher | None:
         spec = self.params.grammar
@@ -164,12 +165,11 @@ class RowState:
     def _take(self, token_id: int) -> str:
         """Accept one token and return the text that is certain now; sets ``ended`` if it is the last."""
         early = self.n_accepted < self.params.min_tokens
-        finished_before = self._matcher is not None and self._matcher.finished
         self.ids.append(token_id)
         self._sampling.accept(token_id)
         if self._matcher is not None and not self._matcher.consume(token_id):
             return self._end(EndedBy.GRAMMAR, self.n_accepted - 1)
-        if token_id in self._stop_ids and (not early or finished_before):
+        if token_id in self._stop_ids and not early:
             return self._end(EndedBy.STOP, self.n_accepted - 1)
         text = self._push(token_id, early)
         if self.ended is None and self._matcher is not None and self._matcher.finished:
@@ -197,7 +197,7 @@ class RowState:
 
 
 def _without(bitmask: NDArray[np.int32], banned: tuple[int, ...]) -> NDArray[np.int32]:
-    """The mask without ``banned``; the mask itself where nothing else is allowed (a complete text may end before min_tokens)."""
+    """The mask without ``banned``; the mask as it is where nothing else is allowed (a complete text may end early)."""
     if not banned:
         return bitmask
     bits = bitmask.copy().view(np.uint32)
