@@ -24,15 +24,3 @@ class Refused(SchedError):
 
 class StreamBusy(SchedError):
     """Two tasks wait for the next item of one turn's stream. The first one keeps its place; nothing is lost."""
-
-
-class Violation(SchedError):
-    """The scheduler's own state contradicts itself: a defect of kvalet, never the client's fault.
-
-    ``story``: what happened last, oldest first, for the log. The loop ends every turn once with ``internal``.
-    """
-
-    def __init__(self, message: str, story: tuple[str, ...] = ()) -> None:
-        super().__init__(message)
-        self.message = message
-        self.story = story

@@ -7,7 +7,7 @@ beyond ``MAX_WORDS`` are counted as "other"). Per token one histogram entry and 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
 from typing import TypeVar
@@ -53,7 +53,7 @@ class TransferCounts:
     pages: int = 0
     n_bytes: int = 0
     ms: float = 0.0
-    failed: Mapping[str, int] = MappingProxyType({})
+    failed: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
 
 
 @dataclass(frozen=True, slots=True)

@@ -210,9 +210,9 @@ class Ticker:
         if self.violation is not None:
             log.error("after the violation: %s", error, exc_info=error)
             return
-        self.violation = f"{type(error).__name__}: {error}"
-        story = getattr(error, "story", ())
-        log.critical("the scheduler contradicts itself\n%s", "\n".join(map(str, story)), exc_info=error)
+        headline = next(iter(str(error).splitlines()), "")  # what follows is the story: for the log, not for clients
+        self.violation = f"{type(error).__name__}: {headline}"
+        log.critical("the scheduler contradicts itself", exc_info=error)
         self.retired = True
         self.engine_thread.stop()
         self.turns.end_all(EndReason.INTERNAL, Refusal.DEVICE_LOST, f"internal error: {self.violation}")
