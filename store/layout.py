@@ -1,0 +1,97 @@
+"""Names of files. Pure. Every path is built from hex digits we computed ourselves; docs/store-format.md lists them.
+
+STORE SECRET LOCK tmp/ bad/
+c/<2 hex of key>/<64 hex key>.<ordinal>.<8 hex tenant tag>
+t/<2 hex of parent>/<64 hex parent>.<n tokens>.<16 hex of key>.<8 hex tenant tag>
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+
+from kvalet.store.ids import ChunkMeta
+
+CHUNKS = "c"
+TAILS = "t"
+TMP = "tmp"
+BAD = "bad"
+STORE_FILE = "STORE"
+SECRET_FILE = "SECRET"
+LOCK_FILE = "LOCK"
+FOLDERS = (CHUNKS, TAILS, TMP, BAD)
+SHARDS = tuple(f"{i:02x}" for i in range(256))
+
+_CHUNK_NAME = re.compile(r"([0-9a-f]{64})\.(0|[1-9][0-9]{0,9})\.([0-9a-f]{8})")
+_TAIL_NAME = re.compile(r"([0-9a-f]{64})\.([1-9][0-9]{0,3})\.([0-9a-f]{16})\.([0-9a-f]{8})")
+_BAD_NAME = re.compile(r"[0-9]{20}\.[0-9a-f.]{80,110}")
+_TMP_NAME = re.compile(r"[0-9]+\.[0-9]+\.[0-9a-f]{16}")
+
+
+@dataclass(frozen=True, slots=True)
+class FileName:
+    """One chunk or tail file. ``index_key``: what the index calls it: the chunk's whole key, or the first 8 bytes of a
+    tail's key (all that a tail's name holds; the header is compared in full at every read)."""
+
+    folder: str
+    shard: str
+    name: str
+    index_key: bytes
+    ordinal: int = -1
+    parent: bytes | None = None
+    n_tokens: int = 0
+
+    @property
+    def is_tail(self) -> bool:
+        return self.folder == TAILS
+
+
+def index_key(meta: ChunkMeta) -> bytes:
+    return meta.key[:8] if meta.tail else bytes(meta.key)
+
+
+def tenant_tag(store_secret: bytes, namespace: str) -> str:
+    """8 hex digits, so that a tenant's bytes can be summed without reading headers. Not a secret and not a check."""
+    return hashlib.blake2b(namespace.encode("utf-8", "surrogatepass"), key=store_secret, digest_size=4).hexdigest()
+
+
+def file_name(meta: ChunkMeta, tag: str) -> FileName:
+    if meta.tail:
+        parent = meta.parent.hex()
+        name = f"{parent}.{len(meta.ids)}.{meta.key.hex()[:16]}.{tag}"
+        return FileName(TAILS, parent[:2], name, meta.key[:8], meta.ordinal, bytes(meta.parent), len(meta.ids))
+    key = meta.key.hex()
+    return FileName(CHUNKS, key[:2], f"{key}.{meta.ordinal}.{tag}", bytes(meta.key), meta.ordinal, bytes(meta.parent))
+
+
+def parse_name(folder: str, shard: str, name: str) -> FileName | None:
+    """None: not a name of ours, or in the wrong shard. A tail's ordinal is not in its name (-1)."""
+    if folder == CHUNKS:
+        match = _CHUNK_NAME.fullmatch(name)
+        if match and match[1][:2] == shard:
+            return FileName(folder, shard, name, bytes.fromhex(match[1]), int(match[2]))
+        return None
+    match = _TAIL_NAME.fullmatch(name)
+    if match and match[1][:2] == shard:
+        return FileName(folder, shard, name, bytes.fromhex(match[3]), -1, bytes.fromhex(match[1]), int(match[2]))
+    return None
+
+
+def tmp_name(pid: int, counter: int, random_hex: str) -> str:
+    return f"{pid}.{counter}.{random_hex}"
+
+
+def is_tmp_name(name: str) -> bool:
+    """Only such names are swept from tmp/."""
+    return _TMP_NAME.fullmatch(name) is not None
+
+
+def bad_name(now_ns: int, name: str) -> str:
+    """Of a refused file in bad/: sorts by time."""
+    return f"{max(now_ns, 0):020d}.{name}"
+
+
+def is_bad_name(name: str) -> bool:
+    """Only such names are ever deleted from bad/."""
+    return _BAD_NAME.fullmatch(name) is not None

@@ -1,0 +1,220 @@
+"""The disk tier: chunk and tail files in one directory, written durably, read verified, bounded in bytes.
+
+Called from one thread (the event loop's); nothing here does file I/O except ``open`` and ``close``. Jobs end exactly once:
+``done(completion)`` on a thread of the store's, then ``settle(completion)`` by the caller, which returns the outcome.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kvalet.store import admission, chores, closing, scan, workers
+from kvalet.store.books import Books
+from kvalet.store.config import StoreConfig
+from kvalet.store.directory import open_directory
+from kvalet.store.fileio import FileIO
+from kvalet.store.header import Geometry, Home
+from kvalet.store.ids import ChunkKey, ChunkMeta, Identity, TailRef
+from kvalet.store.janitor import load_bad
+from kvalet.store.jobs import ReadResult, WriteResult
+from kvalet.store.reading import TailWish
+from kvalet.store.settling import settle_read, settle_write
+from kvalet.store.state import Done, Read, ReadOver, StoreState
+from kvalet.store.stats import Health, StoreStatistics, health_of, statistics_of
+
+log = logging.getLogger("kvalet.store")
+_open_stores: weakref.WeakSet[DiskStore] = weakref.WeakSet()
+
+
+class DiskStore:
+    """sched.ports.StorePort over a directory. Make it with ``open``.
+
+    Slots are writable memoryviews of at least 4096 + n_pages * page_stride bytes, 4096-aligned; a write puts its header into
+    the first 4096 bytes. A slot belongs to its job until ``done``.
+    """
+
+    def __init__(self, state: StoreState, walk: scan.Walk) -> None:
+        self._state = state
+        self.found = walk
+        self.on_gone: Callable[[tuple[ChunkKey, ...]], None] = lambda keys: None
+        self._threads: list[threading.Thread] = []
+        _open_stores.add(self)
+
+    @classmethod
+    def open(
+        cls,
+        config: StoreConfig,
+        identity: Identity,
+        *,
+        page_stride_bytes: int,
+        page_tokens: int,
+        chunk_tokens: int,
+        page_bytes: int = 0,
+        io: FileIO | None = None,
+    ) -> DiskStore:
+        """Blocking: lock, check, sweep, scan (about 1 s per 100,000 files when cold), start the threads.
+
+        StoreRefused/StoreLocked with one sentence, and nothing changed. ``page_bytes``: payload of a page without its
+        padding (0: the stride).
+        """
+        geometry = Geometry(page_tokens, page_bytes or page_stride_bytes, page_stride_bytes, chunk_tokens)
+        disk = open_directory(config, io or FileIO())
+        try:
+            books = Books(config.cap_bytes, identity.digest)
+            bad = load_bad(disk)
+            books.aside_bytes = bad.n_bytes
+            walk = scan.load(disk, books, time.time_ns())
+            state = StoreState(config, disk, Home(disk.store_id, identity.digest, geometry), books, bad)
+            chores.measure_free(state)
+        except BaseException:
+            disk.close()
+            raise
+        store = cls(state, walk)
+        with state.lock:
+            admission.evict_to_cap(state)
+        store._start()
+        log.info("store %r: %d files, %d bytes, %s", config.directory, walk.files, walk.n_bytes, store)
+        return store
+
+    @property
+    def secret(self) -> bytes:
+        """32 bytes, for store.ids.tenant_secret. Never logged."""
+        return self._state.disk.secret
+
+    # -- DiskView
+
+    def has(self, key: ChunkKey) -> bool:
+        return self._usable() and self._state.books.has(key)
+
+    def tails(self, parent: bytes) -> Sequence[TailRef]:
+        with self._state.lock:
+            return self._state.books.tails(parent) if self._usable() else []
+
+    def accepts_writes(self) -> bool:
+        return self._usable() and not self._state.write_breaker.is_open
+
+    # -- jobs
+
+    def read(self, job: int, meta: ChunkMeta, slot: memoryview, done: Done, *, session: str, klass: int) -> None:
+        """Outcome: ReadResult; "" only if the slot holds the verified payload of exactly ``meta``."""
+        state = self._state
+        with state.lock:
+            admission.admit_read(state, Read(job, slot, done, state.clock(), meta=meta, klass=klass), session)
+
+    def read_tail(
+        self,
+        job: int,
+        parent: bytes,
+        ordinal: int,
+        first_token: int,
+        ids: Sequence[int],
+        candidates: Sequence[TailRef],
+        slot: memoryview,
+        done: Done,
+        *,
+        session: str,
+        klass: int,
+        secret: bytes = b"",
+    ) -> None:
+        """Of at most 4 ``candidates`` the one that shares the longest prefix with ``ids``. ``secret``: the tenant's, without
+        which no tail's key can be checked. Outcome: ReadResult with the tail's own key and ids."""
+        state = self._state
+        wish = TailWish(bytes(parent), ordinal, first_token, tuple(ids), secret)
+        with state.lock:
+            admission.admit_tail_read(state, Read(job, slot, done, state.clock(), wish=wish, klass=klass), candidates, session)
+
+    def write(self, job: int, meta: ChunkMeta, slot: memoryview, done: Done, *, klass: int) -> None:
+        """Outcome: WriteResult; "" only if the file is durable. Its parent must be on disk or in flight ("ancestor")."""
+        state = self._state
+        with state.lock:
+            admission.admit_write(state, job, meta, slot, done, klass)
+
+    def cancel(self, job: int) -> None:
+        """What has not started ends as "cancelled"; anything else, also unknown ids, is left alone."""
+        with self._state.lock:
+            admission.cancel(self._state, job)
+
+    def settle(self, completion: Any) -> Any:
+        """ReadResult or WriteResult of a completion; once per completion, on the loop thread."""
+        if isinstance(completion, ReadOver):
+            result: ReadResult | WriteResult = settle_read(self._state, completion)
+        else:
+            result = settle_write(self._state, completion)
+        self._tell_gone()
+        return result
+
+    # -- pins and recency
+
+    def pin(self, keys: Sequence[ChunkKey]) -> None:
+        """Not evicted until unpinned as often. A pin may come before the chunk does."""
+        with self._state.lock:
+            self._state.books.pin(keys)
+
+    def unpin(self, keys: Sequence[ChunkKey]) -> None:
+        with self._state.lock:
+            self._state.books.unpin(keys)
+
+    def touch(self, keys: Sequence[ChunkKey]) -> None:
+        """One recency for the whole chain, parents first; written to the files' times by and by."""
+        state = self._state
+        with state.lock:
+            recency = state.books.next_recency(state.wall_ns())
+            for entry in state.books.touch(keys, recency):
+                state.touched.pop(entry.file.name, None)
+                state.touched[entry.file.name] = (entry.file, recency)
+
+    # -- state
+
+    def health(self) -> Health:
+        with self._state.lock:
+            return health_of(self._state)
+
+    def statistics(self) -> StoreStatistics:
+        with self._state.lock:
+            return statistics_of(self._state, self.found)
+
+    def __repr__(self) -> str:
+        books = self._state.books
+        return f"<DiskStore {len(books)} files, {books.used_bytes} of {books.cap_bytes} bytes, {self.health().status}>"
+
+    def close(self, deadline_s: float) -> int:
+        """Blocking. Ends what is running within ``deadline_s``, refuses the rest ("closed"), stops the threads, gives up
+        the lock. Returns how many jobs were refused or abandoned. Twice is fine. If a thread is stuck in the disk, the lock
+        is kept until the process ends: two writers must never meet."""
+        return closing.close(self._state, self._threads, deadline_s)
+
+    def _tell_gone(self) -> None:
+        state = self._state
+        if state.gone:
+            with state.lock:
+                gone, state.gone = tuple(state.gone), []
+            self.on_gone(gone)
+
+    def _usable(self) -> bool:
+        return not self._state.closed and self._state.config.cap_bytes > 0
+
+    def _start(self) -> None:
+        state = self._state
+        bodies = [("reader", workers.reader_loop)] * state.config.readers + [
+            ("writer", workers.writer_loop)
+        ] * state.config.writers
+        bodies += [("committer", workers.committer_loop), ("clerk", chores.clerk_loop), ("janitor", chores.janitor_loop)]
+        for number, (name, body) in enumerate(bodies):
+            thread = threading.Thread(target=body, args=(state,), name=f"kvalet-store-{name}-{number}", daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+
+def _after_fork_in_child() -> None:
+    """The child has no threads of ours and must not touch the directory."""
+    for store in list(_open_stores):
+        store._state.abandon()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,162 @@
+"""Putting one file on disk: data under a temporary name (writer threads), then publication (the committer thread).
+
+After ``write_data`` returns the data is durable (sync=data) under ``tmp/``; if it raises, nothing is left there unless the
+unlink failed too (``Stranded``). After ``publish`` names are durable, too, for every write it did not report.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvalet.store import header, layout
+from kvalet.store.config import BLOCK_BYTES
+from kvalet.store.directory import Directory
+from kvalet.store.faultwords import NO_DIRECT
+from kvalet.store.fileio import CREATE_FLAGS
+from kvalet.store.header import Home
+from kvalet.store.writeboard import Write
+
+MAX_STALLS = 2
+"""Calls that may bring a file no further (a short write below one block) before it counts as an I/O error."""
+
+
+class Stranded(Exception):
+    """A failed write could not remove its file; ``n_bytes`` stay on disk until the next open sweeps them."""
+
+    def __init__(self, cause: OSError | MemoryError, n_bytes: int) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+        self.n_bytes = n_bytes
+
+
+def write_data(disk: Directory, home: Home, write: Write, created_ns: int, *, sync: bool) -> str:
+    """Header into the slot's first block, then the whole slot into a new file in tmp/. Returns its name.
+
+    OSError/MemoryError: the write failed and left nothing. Stranded: it left bytes. fdatasync is never tried twice.
+    """
+    view = write.slot[: write.n_bytes]
+    payload_digest = header.digest(view[BLOCK_BYTES:])
+    view[:BLOCK_BYTES] = header.pack(home, write.meta, payload_digest, created_ns)
+    flags = disk.data_flags
+    while True:
+        name = disk.new_tmp_name()
+        try:
+            _write_file(disk, name, view, write.recency, flags, sync=sync)
+            return name
+        except OSError as error:
+            discard(disk, name, write.n_bytes, error)
+            if not flags or error.errno not in NO_DIRECT:
+                raise
+            disk.direct_refused("write")
+            flags = 0
+        except MemoryError as error:
+            discard(disk, name, write.n_bytes, error)
+            raise
+
+
+def discard(disk: Directory, name: str, n_bytes: int, cause: OSError | MemoryError) -> None:
+    """Unlink a temporary file. Stranded if that fails for another reason than that it is not there."""
+    try:
+        disk.io.unlink(name, dir_fd=disk.folder_fds[layout.TMP])
+    except FileNotFoundError:
+        pass
+    except OSError:
+        raise Stranded(cause, n_bytes) from cause
+
+
+def _write_file(disk: Directory, name: str, view: memoryview, recency: int, flags: int, *, sync: bool) -> None:
+    io = disk.io
+    fd = io.open(name, CREATE_FLAGS | flags, 0o600, dir_fd=disk.folder_fds[layout.TMP])
+    try:
+        done = stalls = 0
+        while done < len(view):
+            before = done
+            done += io.pwritev(fd, [view[done:]], done)
+            if flags and done < len(view):
+                done -= done % BLOCK_BYTES  # direct I/O goes on at a block boundary only
+            stalls += done <= before
+            if stalls > MAX_STALLS:
+                raise OSError(errno.EIO, "writes make no progress")
+        io.utime(fd, recency)
+        if sync:
+            io.fdatasync(fd)
+        if not flags:
+            io.drop_cache(fd)
+    except BaseException:
+        try:
+            io.close(fd)
+        except OSError:
+            pass  # the first error is the one to report
+        raise
+    io.close(fd)
+
+
+@dataclass(frozen=True, slots=True)
+class PublishFailure:
+    """``stranded_bytes``: of a file that could be neither made durable nor removed again. ``replaced``: the name was taken
+    over before the failure, so an older file under it is gone."""
+
+    write: Write
+    error: OSError | MemoryError
+    stranded_bytes: int = 0
+    replaced: bool = False
+
+
+def publish(disk: Directory, wave: Sequence[Write], *, sync: bool) -> list[PublishFailure]:
+    """Rename every write of the wave into its shard, then make each touched shard durable with one fsync.
+
+    Parents of all writes of a wave are durable already. Returns those that failed; their files are gone again.
+    """
+    failures: list[PublishFailure] = []
+    shards: dict[tuple[str, str], list[Write]] = {}
+    for write in wave:
+        shards.setdefault((write.file.folder, write.file.shard), []).append(write)
+    for (folder, shard), writes in shards.items():
+        try:
+            fd = disk.make_shard(folder, shard, durable=sync)
+        except (OSError, MemoryError) as error:
+            failures += [_take_back(disk, write, error) for write in writes]
+            continue
+        try:
+            failures += _publish_shard(disk, fd, writes, sync=sync)
+        finally:
+            disk.close_quietly(fd)
+    return failures
+
+
+def _publish_shard(disk: Directory, shard_fd: int, writes: Sequence[Write], *, sync: bool) -> list[PublishFailure]:
+    failures: list[PublishFailure] = []
+    renamed: list[Write] = []
+    for write in writes:
+        try:
+            disk.io.rename(write.tmp, write.file.name, old_dir=disk.folder_fds[layout.TMP], new_dir=shard_fd)
+            renamed.append(write)
+        except (OSError, MemoryError) as error:
+            failures.append(_take_back(disk, write, error))
+    if sync and renamed:
+        try:
+            disk.io.fsync(shard_fd)
+        except (OSError, MemoryError) as error:
+            failures += [_unpublish(disk, shard_fd, write, error) for write in renamed]
+    return failures
+
+
+def _take_back(disk: Directory, write: Write, error: OSError | MemoryError) -> PublishFailure:
+    try:
+        discard(disk, write.tmp, write.n_bytes, error)
+    except Stranded as stranded:
+        return PublishFailure(write, error, stranded.n_bytes)
+    return PublishFailure(write, error)
+
+
+def _unpublish(disk: Directory, shard_fd: int, write: Write, error: OSError | MemoryError) -> PublishFailure:
+    """The name may or may not survive; it was never acknowledged, so it goes."""
+    try:
+        disk.io.unlink(write.file.name, dir_fd=shard_fd)
+    except FileNotFoundError:
+        pass
+    except OSError:
+        return PublishFailure(write, error, write.n_bytes, replaced=True)
+    return PublishFailure(write, error, replaced=True)
