@@ -20,11 +20,11 @@ from kvalet.runtime.plan import SlotId, StepPlan, StepResult
 from kvalet.sched import commands, events
 from kvalet.sched.config import SchedConfig
 from kvalet.sched.engine_thread import EngineThread
+from kvalet.sched.in_flight import InFlight
 from kvalet.sched.inbox import Inbox
 from kvalet.sched.open_turns import OpenTurns
 from kvalet.sched.ports import CopierPort, EnginePort, StorePort
 from kvalet.sched.stats import Stats
-from kvalet.sched.transfers import Transfers
 from kvalet.sched.turns import EndReason, Refusal
 from kvalet.sched.wakeups import Wakeups
 
@@ -81,7 +81,7 @@ class Ticker:
         self._stats = stats
         self.inbox = inbox = Inbox(loop, self._tick)
         self.turns = OpenTurns(loop, clock, write_timeout_s, inbox, stats)
-        self.transfers = Transfers(copier, store, slot_view, inbox.post, stats)
+        self.transfers = InFlight(copier, store, slot_view, inbox.post, stats)
         self.engine_thread = EngineThread(
             engine,
             core.config.lag,

@@ -1,4 +1,5 @@
-"""Carries out what moves bytes: copies, reads, writes. Every one that starts gets exactly one answer in the inbox.
+"""Carries out what moves bytes (copies, reads, writes) and keeps what is in flight: every one that starts gets exactly one
+answer in the inbox.
 
 Whatever a port raises becomes the failure event of that transfer: the core knows what to do about a transfer that failed,
 and nothing about exceptions.
@@ -35,7 +36,7 @@ Read = ReadChunk | ReadTail
 Copy = CopyOut | CopyIn
 
 
-class Transfers:
+class InFlight:
     """Loop thread only, but for the callbacks it hands to copier and store: these only post.
 
     ``post`` takes postings from any thread. ``slot_view`` gives the whole slot (header block and payload) as a memoryview.
@@ -188,4 +189,4 @@ class Transfers:
         return ReadFailed(now, command.transfer, reason)
 
     def __repr__(self) -> str:
-        return f"<Transfers outstanding={len(self)} duplicates={self.duplicates}>"
+        return f"<InFlight outstanding={len(self)} duplicates={self.duplicates}>"

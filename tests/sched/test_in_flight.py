@@ -19,10 +19,10 @@ from kvalet.sched.commands import (
     WriteChunk,
 )
 from kvalet.sched.events import CopyDone, CopyFailed, DiskGone, Event, ReadDone, ReadFailed, TransferId, WriteDone, WriteFailed
+from kvalet.sched.in_flight import InFlight
 from kvalet.sched.inbox import Posting
 from kvalet.sched.ports import CopyDoneCallback, JobDoneCallback
 from kvalet.sched.stats import Stats
-from kvalet.sched.transfers import Transfers
 from kvalet.store.ids import ChunkKey, ChunkMeta, TailRef
 from kvalet.store.jobs import ReadResult, WriteResult
 
@@ -47,7 +47,7 @@ class Bench:
         self.settle_raises = False
         self.on_gone: Callable[[tuple[ChunkKey, ...]], None] = lambda keys: None
         slots = [bytearray(8) for _ in range(16)]
-        self.transfers = Transfers(self, self if with_store else None, self.slot_view(slots), self.postings.append, self.stats)
+        self.transfers = InFlight(self, self if with_store else None, self.slot_view(slots), self.postings.append, self.stats)
 
     @staticmethod
     def slot_view(slots: list[bytearray]) -> Callable[[SlotId], memoryview]:
