@@ -42,3 +42,27 @@ class EngineConfig:
     write_timeout_s: float = 60.0
     drain_s: float = 30.0
     default_max_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """What the HTTP server needs beside the engine. Seconds and bytes as named.
+
+    ``port`` 0 lets the system choose. ``api_keys`` are (tenant name, key) pairs; none = no authentication. At a bound: a body
+    over ``max_body_bytes`` is refused with 413, JSON nested deeper than ``max_nesting`` with 400, a connection over
+    ``max_connections`` is closed at once, a body that stalls for ``body_timeout_s`` is refused with 408, and a client that
+    takes nothing for ``write_timeout_s`` is cut off. ``ping_s``: the longest silence on a stream.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[tuple[str, str], ...] = ()
+    max_body_bytes: int = 16 << 20
+    max_nesting: int = 200
+    max_connections: int = 4096
+    body_timeout_s: float = 60.0
+    write_timeout_s: float = 60.0
+    keep_alive_s: float = 75.0
+    ping_s: float = 10.0
+    drain_s: float = 30.0
+    ready_file: str = ""

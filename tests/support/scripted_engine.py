@@ -1,0 +1,174 @@
+"""An engine that plays scripts, for tests of the HTTP surface: what the routes see of the real one, with every step in the
+test's hands. Text is one byte per token id, so ids, bytes and text are easy to compare."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from kvalet.api.errors import ApiError
+from kvalet.api.requests import ChatRequest, CompletionRequest, Delta, TextDelta, TurnEnd
+from kvalet.runtime.plan import TokenLogprob
+from kvalet.sched.turns import EndReason, TurnReport
+
+VOCAB = 300
+
+
+@dataclass(frozen=True)
+class Model:
+    id: str = "m"
+    context_tokens: int = 1000
+    vocab_size: int = VOCAB
+    created: int = 1_700_000_000
+
+
+def text_deltas(text: str, *, logprobs: bool = False, k: int = 0) -> list[TextDelta]:
+    """One delta per character; ids are its UTF-8 bytes."""
+    deltas = []
+    for character in text:
+        ids = tuple(character.encode())
+        values = tuple(TokenLogprob(i, -0.5, tuple((i + n, -0.5 - n) for n in range(k))) for i in ids) if logprobs else ()
+        deltas.append(TextDelta(character, ids, values))
+    return deltas
+
+
+def ended(finish: str = "stop", reason: EndReason = EndReason.STOP, **fields: Any) -> TurnEnd:
+    report = TurnReport(prompt_tokens=10, completion_tokens=3, computed_tokens=4, resident_tokens=6)
+    return replace(TurnEnd(finish, reason, report), **fields)
+
+
+Step = Delta | TurnEnd | asyncio.Event | Callable[[], None]
+
+
+class ScriptedTurn:
+    """Plays its steps: deltas are given, events are waited for, callables are called. After ``cancel`` only the end comes."""
+
+    def __init__(self, turn_id: str, steps: Iterable[Step]) -> None:
+        self.id = turn_id
+        self.cancelled = asyncio.Event()
+        self.cancels = 0
+        self.over = False
+        self._steps = deque(steps)
+
+    def __aiter__(self) -> AsyncIterator[Delta | TurnEnd]:
+        return self
+
+    async def __anext__(self) -> Delta | TurnEnd:
+        while True:
+            if self.over:
+                raise StopAsyncIteration
+            if self.cancelled.is_set():
+                self.over = True
+                return ended("error", EndReason.CANCELLED)
+            if not self._steps:
+                await self.cancelled.wait()
+                continue
+            step = self._steps[0]
+            if isinstance(step, asyncio.Event):
+                await self._either(step)
+                if step.is_set():
+                    self._steps.popleft()
+                continue
+            self._steps.popleft()
+            if isinstance(step, TurnEnd):
+                self.over = True
+                return step
+            if callable(step):
+                step()
+                continue
+            return step
+
+    async def _either(self, event: asyncio.Event) -> None:
+        waits = [asyncio.ensure_future(event.wait()), asyncio.ensure_future(self.cancelled.wait())]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    def cancel(self) -> None:
+        self.cancels += 1
+        if not self.over:
+            self.cancelled.set()
+
+
+@dataclass
+class ScriptedEngine:
+    """``script`` makes the steps of each turn, or raises ApiError. ``before`` is awaited first, as tokenising would be."""
+
+    script: Callable[[ChatRequest | CompletionRequest], Iterable[Step]] = lambda request: [*text_deltas("hi"), ended()]
+    model: Model = field(default_factory=Model)
+    before: asyncio.Event | None = None
+    is_ready: tuple[bool, str] = (True, "")
+    statistics_value: Any = None
+    drain_until: asyncio.Event | None = None
+    on_device_lost: Callable[[str], None] | None = None
+    requests: list[ChatRequest | CompletionRequest] = field(default_factory=list)
+    turns: list[ScriptedTurn] = field(default_factory=list)
+    drains: list[float] = field(default_factory=list)
+
+    async def start_chat(self, request: ChatRequest) -> ScriptedTurn:
+        return await self._start(request, "chatcmpl")
+
+    async def start_completion(self, request: CompletionRequest) -> ScriptedTurn:
+        return await self._start(request, "cmpl")
+
+    async def _start(self, request: ChatRequest | CompletionRequest, kind: str) -> ScriptedTurn:
+        self.requests.append(request)
+        if self.before is not None:
+            await self.before.wait()
+        turn = ScriptedTurn(f"{kind}-{len(self.turns)}", self.script(request))
+        self.turns.append(turn)
+        return turn
+
+    @property
+    def running(self) -> int:
+        return sum(not turn.over and not turn.cancelled.is_set() for turn in self.turns)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id]) if token_id < 256 else b""
+
+    def ready(self) -> tuple[bool, str]:
+        return self.is_ready
+
+    def statistics(self) -> Any:
+        if isinstance(self.statistics_value, Exception):
+            raise self.statistics_value
+        return self.statistics_value
+
+    def banner(self) -> list[str]:
+        return ["scripted engine"]
+
+    async def drain(self, seconds: float) -> Any:
+        """Ends every turn with ``shutdown`` after ``seconds`` or when ``drain_until`` is set."""
+        self.drains.append(seconds)
+        try:
+            async with asyncio.timeout(seconds):
+                while self.running:
+                    await asyncio.sleep(0.01)
+        except TimeoutError:
+            for turn in self.turns:
+                if not turn.over:
+                    turn._steps = deque([ended("error", EndReason.SHUTDOWN)])
+                    turn.cancelled = _Never(turn.cancelled)
+        return "drained"
+
+
+class _Never(asyncio.Event):
+    """Wakes whoever waited on ``old`` without saying that the turn was cancelled."""
+
+    def __init__(self, old: asyncio.Event) -> None:
+        super().__init__()
+        old.set()
+
+
+def refused(message: str, **fields: Any) -> Callable[[Any], Iterable[Step]]:
+    """A script that refuses."""
+
+    def script(request: Any) -> Iterable[Step]:
+        raise ApiError(message, **fields)
+
+    return script
