@@ -7,6 +7,7 @@ and nothing about exceptions.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -40,8 +41,9 @@ class InFlight:
     """Loop thread only, but for the callbacks it hands to copier and store: these only post.
 
     ``post`` takes postings from any thread. ``slot_view`` gives the whole slot (header block and payload) as a memoryview.
+    A transfer's id may serve several commands, one after the other (a read and the copy behind it); each has its own answer.
     Without a store, reads and writes fail with "closed" (the core does not ask for any then). A second answer to one
-    transfer is logged as the defect it is, counted in ``duplicates`` and not passed on.
+    command is logged as the defect it is, counted in ``duplicates`` and not passed on.
     """
 
     def __init__(
@@ -57,18 +59,19 @@ class InFlight:
         self._slot_view = slot_view
         self._post = post
         self._stats = stats
-        self._outstanding: dict[TransferId, Copy | Read | WriteChunk] = {}
+        self._numbers = itertools.count()
+        self._unanswered: set[int] = set()
+        self._jobs: dict[TransferId, int] = {}
         self.duplicates = 0
 
     def __len__(self) -> int:
-        return len(self._outstanding)
+        return len(self._unanswered)
 
     def copy(self, command: Copy) -> None:
-        transfer = command.transfer
-        self._outstanding[transfer] = command
+        number = self._begin()
 
         def done(error: str | None, copy_ms: float) -> None:
-            self._post(partial(self._copied, command, error, copy_ms))
+            self._post(partial(self._copied, number, command, error, copy_ms))
 
         try:
             if isinstance(command, CopyOut):
@@ -76,30 +79,28 @@ class InFlight:
             else:
                 self._copier.copy_in(command.slot, command.slot_pages, command.pages, done)
         except Exception as error:
-            log.exception("copy %s could not start", transfer)
+            log.exception("copy %s could not start", command.transfer)
             done(f"{type(error).__name__}: {error}", 0.0)
 
     def store_job(self, command: Read | WriteChunk) -> None:
         """Start a read or a write."""
-        transfer = command.transfer
-        self._outstanding[transfer] = command
+        number = self._jobs[command.transfer] = self._begin()
         try:
             if self._store is None:
-                self._post(partial(self._job_failed, command, "closed"))
+                self._post(partial(self._job_failed, number, command, "closed"))
             else:
-                self._start(self._store, command)
+                self._start(self._store, number, command)
         except Exception:
-            log.exception("store job %s could not start", transfer)
-            self._post(partial(self._job_failed, command, "internal"))
+            log.exception("store job %s could not start", command.transfer)
+            self._post(partial(self._job_failed, number, command, "internal"))
 
     def cancel(self, command: CancelTransfer) -> None:
         """A wish. Copies that were issued finish; the store answers what has not started with "cancelled"."""
-        wanted = self._outstanding.get(command.transfer)
-        if self._store is not None and wanted is not None and not isinstance(wanted, Copy):
+        if self._store is not None and command.transfer in self._jobs:
             self._store.cancel(command.transfer)
 
     def cancel_all(self) -> None:
-        for transfer in list(self._outstanding):
+        for transfer in list(self._jobs):
             self.cancel(CancelTransfer(transfer))
 
     def disk_order(self, command: PinDisk | UnpinDisk | TouchDisk) -> None:
@@ -116,11 +117,11 @@ class InFlight:
         """The store's ``on_gone``."""
         self._post(lambda now: DiskGone(now, keys))
 
-    def _start(self, store: StorePort, command: Read | WriteChunk) -> None:
+    def _start(self, store: StorePort, number: int, command: Read | WriteChunk) -> None:
         slot = self._slot_view(command.slot)
 
         def done(completion: Any) -> None:
-            self._post(partial(self._settled, command, completion))
+            self._post(partial(self._settled, number, command, completion))
 
         job = command.transfer
         if isinstance(command, ReadChunk):
@@ -142,15 +143,24 @@ class InFlight:
                 secret=command.secret,
             )
 
-    def _is_first_answer(self, transfer: TransferId) -> bool:
-        if self._outstanding.pop(transfer, None) is not None:
-            return True
-        self.duplicates += 1
-        log.error("transfer %s was answered twice", transfer)
-        return False
+    def _begin(self) -> int:
+        number = next(self._numbers)
+        self._unanswered.add(number)
+        return number
 
-    def _copied(self, command: Copy, error: str | None, copy_ms: float, now: float) -> Event | None:
-        if not self._is_first_answer(command.transfer):
+    def _answered(self, number: int, command: Copy | Read | WriteChunk) -> bool:
+        """False: it was answered before."""
+        if number not in self._unanswered:
+            self.duplicates += 1
+            log.error("%s of transfer %s was answered twice", type(command).__name__, command.transfer)
+            return False
+        self._unanswered.remove(number)
+        if self._jobs.get(command.transfer) == number:
+            del self._jobs[command.transfer]
+        return True
+
+    def _copied(self, number: int, command: Copy, error: str | None, copy_ms: float, now: float) -> Event | None:
+        if not self._answered(number, command):
             return None
         totals = self._stats.copies_out if isinstance(command, CopyOut) else self._stats.copies_in
         if error is not None:
@@ -159,28 +169,26 @@ class InFlight:
         totals.done(copy_ms, pages=len(command.pages))
         return CopyDone(now, command.transfer, copy_ms)
 
-    def _settled(self, command: Read | WriteChunk, completion: Any, now: float) -> Event | None:
+    def _settled(self, number: int, command: Read | WriteChunk, completion: Any, now: float) -> Event | None:
         """The store's books first, whoever still waits for the answer."""
         assert self._store is not None
         try:
             result = self._store.settle(completion)
         except Exception:
             log.exception("store job %s could not be settled", command.transfer)
-            return self._job_failed(command, "internal", now)
+            return self._job_failed(number, command, "internal", now)
         if result.reason:
-            return self._job_failed(command, result.reason, now)
-        if not self._is_first_answer(command.transfer):
+            return self._job_failed(number, command, result.reason, now)
+        if not self._answered(number, command):
             return None
         if isinstance(command, WriteChunk):
             self._stats.writes.done(result.write_ms, n_bytes=result.n_bytes)
             return WriteDone(now, command.transfer, result.n_bytes)
         self._stats.reads.done(result.read_ms + result.verify_ms, n_bytes=result.n_bytes)
-        return ReadDone(
-            now, command.transfer, result.key, result.ids, result.n_bytes, result.read_ms, result.verify_ms
-        )  # fmt: skip
+        return ReadDone(now, command.transfer, result.key, result.ids, result.n_bytes, result.read_ms, result.verify_ms)
 
-    def _job_failed(self, command: Read | WriteChunk, reason: str, now: float) -> Event | None:
-        if not self._is_first_answer(command.transfer):
+    def _job_failed(self, number: int, command: Read | WriteChunk, reason: str, now: float) -> Event | None:
+        if not self._answered(number, command):
             return None
         if isinstance(command, WriteChunk):
             self._stats.writes.failed(reason)
@@ -189,4 +197,4 @@ class InFlight:
         return ReadFailed(now, command.transfer, reason)
 
     def __repr__(self) -> str:
-        return f"<InFlight outstanding={len(self)} duplicates={self.duplicates}>"
+        return f"<InFlight unanswered={len(self)} duplicates={self.duplicates}>"

@@ -235,6 +235,20 @@ def test_a_second_answer_is_counted_and_not_passed_on() -> None:
     assert bench.transfers.duplicates == 2
 
 
+def test_one_id_may_serve_a_read_and_then_the_copy_behind_it() -> None:
+    bench = Bench()
+    bench.transfers.store_job(READ)
+    bench.done[0](ReadResult(1, "", KEY))
+    assert [type(event) for event in bench.events()] == [ReadDone]
+    bench.calls.clear()
+    bench.transfers.copy(CopyIn(READ.transfer, SlotId(3), (0,), (PageId(1),)))
+    bench.transfers.cancel(CancelTransfer(READ.transfer))  # a copy that was issued finishes
+    assert [call[0] for call in bench.calls] == ["in"]
+    bench.done[1](None, 0.1)
+    assert [type(event) for event in bench.events()] == [CopyDone]
+    assert (len(bench.transfers), bench.transfers.duplicates) == (0, 0)
+
+
 def test_cancel_reaches_store_jobs_only_and_only_while_they_are_out() -> None:
     bench = Bench()
     bench.transfers.store_job(READ)
