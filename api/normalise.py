@@ -86,17 +86,17 @@ def _content(message: dict[str, Any], role: str, path: str) -> str:
             return ""
         raise ApiError(f"A {role} message needs content.", param=where)
     if isinstance(content, str):
-        return _clean(content, where)
+        return clean_text(content, where)
     if isinstance(content, list):
         return PART_SEPARATOR.join(_part(part, f"{where}[{index}]") for index, part in enumerate(content))
     if role == "tool":
-        return _clean(json.dumps(content, ensure_ascii=False), where)
+        return clean_text(json.dumps(content, ensure_ascii=False), where)
     raise ApiError(f"content must be text or a list of text parts, not {_kind(content)}.", param=where)
 
 
 def _part(part: Any, path: str) -> str:
     if isinstance(part, str):
-        return _clean(part, path)
+        return clean_text(part, path)
     kind = part.get("type") if isinstance(part, dict) else None
     field = TEXT_PARTS.get(kind) if isinstance(kind, str) else None
     if field is None:
@@ -104,7 +104,7 @@ def _part(part: Any, path: str) -> str:
     text = part.get(field)
     if not isinstance(text, str):
         raise ApiError(f"A part of type {kind!r} needs its text in {field!r}.", param=f"{path}.{field}")
-    return _clean(text, f"{path}.{field}")
+    return clean_text(text, f"{path}.{field}")
 
 
 def _calls(message: dict[str, Any], path: str) -> tuple[PastCall, ...]:
@@ -124,17 +124,17 @@ def _call(call: Any, path: str) -> PastCall:
     if not isinstance(name, str) or not name:
         raise ApiError("A tool call needs a name.", param=f"{path}.function.name")
     arguments = _arguments(function.get("arguments"), f"{path}.function.arguments")
-    return PastCall(_text_field(call, "id", path), _clean(name, f"{path}.function.name"), arguments)
+    return PastCall(_text_field(call, "id", path), clean_text(name, f"{path}.function.name"), arguments)
 
 
 def _arguments(arguments: Any, path: str) -> str:
     if arguments is None:
         return "{}"
     if isinstance(arguments, dict):
-        return _clean(json.dumps(arguments, ensure_ascii=False), path)
+        return clean_text(json.dumps(arguments, ensure_ascii=False), path)
     if not isinstance(arguments, str):
         raise ApiError(f"arguments must be JSON text, not {_kind(arguments)}.", param=path)
-    return _clean(arguments, path) if arguments.strip() not in ("", "null") else "{}"
+    return clean_text(arguments, path) if arguments.strip() not in ("", "null") else "{}"
 
 
 def _text_field(holder: dict[str, Any], field: str, path: str) -> str:
@@ -143,10 +143,10 @@ def _text_field(holder: dict[str, Any], field: str, path: str) -> str:
         return ""
     if not isinstance(value, str):
         raise ApiError(f"{field} must be text, not {_kind(value)}.", param=f"{path}.{field}")
-    return _clean(value, f"{path}.{field}")
+    return clean_text(value, f"{path}.{field}")
 
 
-def _clean(text: str, path: str) -> str:
+def clean_text(text: str, path: str) -> str:
     """Half a surrogate pair is not a character; no tokenizer takes it."""
     try:
         text.encode()
