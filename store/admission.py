@@ -6,14 +6,15 @@ import logging
 from collections.abc import Sequence
 
 from kvalet.store import layout
-from kvalet.store.books import Entry, keys_of
 from kvalet.store.config import KLASSES
+from kvalet.store.entries import Entry, keys_of
 from kvalet.store.ids import ChunkMeta, TailRef
 from kvalet.store.janitor import Burial, Gate
 from kvalet.store.reading import MAX_TAIL_CANDIDATES, ReadOutcome
 from kvalet.store.state import Done, Read, ReadOver, StoreState, WriteOver
 from kvalet.store.writeboard import Stage, Write
 
+SECRET_BYTES = 32
 log = logging.getLogger("kvalet.store")
 
 
@@ -34,9 +35,12 @@ def admit_read(state: StoreState, read: Read, session: str) -> None:
 
 def admit_tail_read(state: StoreState, read: Read, candidates: Sequence[TailRef], session: str) -> None:
     found = (state.books.entry(bytes.fromhex(ref.key_hex16)) for ref in candidates[:MAX_TAIL_CANDIDATES])
-    entries = [entry for entry in found if entry is not None and entry.file.is_tail and not entry.unusable]
+    parent = read.wish.parent if read.wish is not None else b""
+    entries = [entry for entry in found if entry is not None and entry.file.parent == parent and not entry.unusable]
     tokens = max((entry.file.n_tokens for entry in entries), default=0)
     reason = _refuse_read(state, read, state.home.geometry.pages_for(tokens))
+    if not reason and (read.wish is None or len(read.wish.secret) != SECRET_BYTES):
+        reason = "key"  # no tail's key can be checked without it; nothing is held against the files
     if not reason and not entries:
         reason = "missing"
     if reason:
@@ -90,12 +94,22 @@ def admit_write(state: StoreState, job: int, meta: ChunkMeta, slot: memoryview, 
         state.answer(done, WriteOver(job, "full"))
         return
     file = layout.file_name(meta, layout.tenant_tag(state.disk.secret, meta.namespace))
-    gates = [gate for gate in (bury_victims(state, room.victims), state.dying.get(file.name)) if gate is not None]
+    gates = _gates(state, room.victims, file.name)
     parent = state.board.get(meta.parent)
     recency = parent.recency if parent is not None else state.books.recency_under(meta.parent, state.wall_ns())
     state.books.add_child(meta.parent)
     state.board.add(Write(job, meta, file, slot, done, klass, n_bytes, recency, gates))
     state.for_writers.notify()
+
+
+def _gates(state: StoreState, victims: Sequence[Entry], name: str) -> list[Gate]:
+    """What must be deleted before this write may begin: what it pushed out, an older file of the same name, and, so that the
+    disk never holds more than the cap, all that is being deleted while the books are above it."""
+    own = bury_victims(state, victims)
+    if state.books.used_bytes > state.config.cap_bytes:
+        return list(dict.fromkeys(state.dying.values()))
+    gates = (own, state.dying.get(name))
+    return [gate for gate in gates if gate is not None]
 
 
 def _refuse_write(state: StoreState, meta: ChunkMeta, slot: memoryview) -> str:

@@ -10,45 +10,11 @@ from __future__ import annotations
 import heapq
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
+from kvalet.store.entries import Entry, Room
 from kvalet.store.ids import ChunkKey, TailRef
-from kvalet.store.layout import FileName
 
 QUARANTINE_LIMIT = 65_536
-UNKNOWN_ORDINAL = 1 << 31
-"""Of a tail whose parent is not here: deeper than anything, so it goes first."""
-
-
-@dataclass(slots=True)
-class Entry:
-    """One file. ``key``/``parent``: whole keys where known (a scan of names knows only some). ``unusable``: why it may not
-    be read ("" = it may); such a file keeps its bytes in the ledger until it is evicted or replaced."""
-
-    file: FileName
-    n_bytes: int
-    recency: int
-    ordinal: int
-    key: bytes | None = None
-    parent: bytes | None = None
-    unusable: str = ""
-
-    @property
-    def index_key(self) -> bytes:
-        return self.file.index_key
-
-
-def keys_of(entries: Iterable[Entry]) -> list[ChunkKey]:
-    """Whole keys, where they are known: nobody can have asked for the others."""
-    return [ChunkKey(entry.key or entry.index_key) for entry in entries if entry.key or not entry.file.is_tail]
-
-
-@dataclass(frozen=True, slots=True)
-class Room:
-    """Answer to ``reserve``. Not ``granted``: nothing was evicted and nothing reserved."""
-
-    granted: bool
-    victims: tuple[Entry, ...] = ()
 
 
 class Books:
@@ -119,6 +85,7 @@ class Books:
             self._tails.setdefault(entry.parent, {})[entry.index_key] = entry
         if entry.parent is not None:
             self._children[entry.parent] += 1
+            self._lift(entry.parent, entry.recency)
         self._last_recency = max(self._last_recency, entry.recency)
         self._push(entry)
         return replaced
@@ -147,6 +114,7 @@ class Books:
         if entry.parent is None:
             entry.parent = parent
             self._children[parent] += 1
+            self._lift(parent, entry.recency)
 
     def mark_unusable(self, index_key: bytes, reason: str) -> None:
         """Keep the file's bytes in the books, never read it again, let it be evicted first."""
@@ -196,14 +164,9 @@ class Books:
         parent. Returns what changed, parents first."""
         changed: list[Entry] = []
         for key in keys:
-            line: list[Entry] = []
-            entry = self.find(key)
-            while entry is not None and entry.recency < recency and not entry.unusable:
-                entry.recency = recency
-                self._push(entry)
-                line.append(entry)
-                entry = self._entries.get(entry.parent) if entry.parent is not None else None
-            changed.extend(reversed(line))
+            found = self.find(key)
+            if found is not None:
+                changed.extend(self._lift(found.index_key, recency))
         return changed
 
     def recency_under(self, parent: bytes, now_ns: int) -> int:
@@ -233,21 +196,21 @@ class Books:
         """End a reservation (the file is an entry now, or was given up)."""
         self.reserved_bytes -= n_bytes
 
-    def evict(self, need_bytes: int) -> list[Entry] | None:
+    def evict(self, need_bytes: int, *, partly: bool = False) -> list[Entry] | None:
         """Take the least recent, deepest entries that make up ``need_bytes`` out of the index; their bytes become
-        ``dying`` until ``buried``. None, and no change, if there are not enough."""
+        ``dying`` until ``buried``. If there are not enough: None and no change, or, ``partly``, all there are."""
         if need_bytes <= 0:
             return []
         victims: list[Entry] = []
-        kept: list[tuple[int, int, bytes]] = []
+        kept: dict[bytes, tuple[int, int, bytes]] = {}
         gained = guard = 0
         released: Counter[bytes] = Counter()
         while self._heap and gained < need_bytes:
             item = heapq.heappop(self._heap)
             entry = self._entries.get(item[2])
-            if entry is None or (entry.recency, -entry.ordinal) != item[:2]:
-                continue
-            kept.append(item)
+            if entry is None or (entry.recency, -entry.ordinal) != item[:2] or item[2] in kept:
+                continue  # a stale or second item
+            kept[item[2]] = item
             if self._blocked(entry, released):
                 if entry.parent is None:
                     guard = max(guard, entry.ordinal)
@@ -256,9 +219,9 @@ class Books:
                 gained += entry.n_bytes
                 if entry.parent is not None:
                     released[entry.parent] += 1
-        for item in kept:
+        for item in kept.values():
             heapq.heappush(self._heap, item)
-        if gained < need_bytes:
+        if gained < need_bytes and not partly:
             return None
         for entry in victims:
             self.drop(entry.index_key)
@@ -281,6 +244,18 @@ class Books:
         for entry in self._entries.values():
             parent = self._entries.get(entry.parent) if entry.parent is not None else None
             assert parent is None or parent.unusable or parent.recency >= entry.recency, "a child is younger than its parent"
+
+    def _lift(self, index_key: bytes, recency: int) -> list[Entry]:
+        """Raise an entry and its known ancestors to at least ``recency``. Returns what changed, parents first."""
+        line: list[Entry] = []
+        entry = self._entries.get(index_key)
+        while entry is not None and entry.recency < recency and not entry.unusable:
+            entry.recency = recency
+            self._push(entry)
+            line.append(entry)
+            entry = self._entries.get(entry.parent) if entry.parent is not None else None
+        line.reverse()
+        return line
 
     def _blocked(self, entry: Entry, released: Counter[bytes]) -> bool:
         if self._pins.get(entry.index_key[:8]):

@@ -85,6 +85,7 @@ def _bury(state: StoreState, burial: Burial) -> None:
         ok = janitor.bury(state.disk, burial)
     with state.lock:
         state.books.buried(burial.n_bytes, gone=ok)
+        state.spare_bytes += burial.n_bytes if ok and not burial.aside else 0
         state.books.aside_bytes += state.bad.n_bytes - before
         if state.dying.get(burial.file.name) is burial.gate:
             state.dying.pop(burial.file.name, None)

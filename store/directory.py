@@ -9,6 +9,7 @@ import logging
 import mmap
 import os
 import stat
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from kvalet.store import layout
@@ -83,32 +84,31 @@ class Directory:
 
 def open_directory(config: StoreConfig, io: FileIO) -> Directory:
     """Blocking. StoreRefused/StoreLocked with one sentence; descriptors are closed again on any error."""
-    root_fd = _open_root(config)
-    opened = [root_fd]
-    try:
-        refuse_network(root_fd, config)
-        refuse_unknown(config.directory, root_fd)
-        lock_fd = take_lock(config.directory, root_fd)
-        opened.append(lock_fd)
-        store_id, created = store_file(config.directory, root_fd)
-        secret = secret_file(config.directory, root_fd, created=created)
-        disk = Directory(io, root_fd, lock_fd, store_id, secret, created)
-        for folder in layout.FOLDERS:
-            disk.folder_fds[folder] = _folder(config.directory, root_fd, folder)
-            opened.append(disk.folder_fds[folder])
-        disk.swept = _sweep_tmp(disk)
-        _probe_direct(disk, config)
-        if created:
-            os.fsync(root_fd)
+    with ExitStack() as opened:
+        try:
+            disk = _open(config, io, opened)
+        except OSError as error:
+            raise StoreRefused(f"The store {config.directory!r} cannot be opened: {explain(error)}.") from error
+        opened.pop_all()
         return disk
-    except OSError as error:
-        for fd in opened:
-            os.close(fd)
-        raise StoreRefused(f"The store {config.directory!r} cannot be opened: {explain(error)}.") from error
-    except BaseException:
-        for fd in opened:
-            os.close(fd)
-        raise
+
+
+def _open(config: StoreConfig, io: FileIO, opened: ExitStack) -> Directory:
+    root_fd = _open_root(config)
+    opened.callback(os.close, root_fd)
+    refuse_network(root_fd, config)
+    refuse_unknown(config.directory, root_fd)
+    lock_fd = take_lock(config.directory, root_fd)
+    opened.callback(os.close, lock_fd)
+    store_id, created = store_file(config.directory, root_fd)
+    secret = secret_file(config.directory, root_fd, created=created)
+    disk = Directory(io, root_fd, lock_fd, store_id, secret, created)
+    for folder in layout.FOLDERS:
+        disk.folder_fds[folder] = _folder(config.directory, root_fd, folder)
+        opened.callback(os.close, disk.folder_fds[folder])
+    disk.swept = _sweep_tmp(disk)
+    _probe_direct(disk, config)
+    return disk
 
 
 def _open_root(config: StoreConfig) -> int:

@@ -146,8 +146,10 @@ def _refuse_tail(head: Header, home: Home, wish: TailWish, file: FileName) -> Re
     ):
         if getattr(head, name) != expected:
             return Refused("key", name)
-    if head.key[:8] != file.index_key or head.key != chunk_key(wish.secret, wish.parent, head.ids):
+    if head.key[:8] != file.index_key:
         return Refused("key", "key")
+    if head.key != chunk_key(wish.secret, wish.parent, head.ids):
+        return Refused("no_prefix", "tenant")  # first chunks of all tenants have one parent; the file is right, but not ours
     return None
 
 

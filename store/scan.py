@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvalet.store import layout
-from kvalet.store.books import UNKNOWN_ORDINAL, Books, Entry
+from kvalet.store.books import Books
 from kvalet.store.directory import Directory
+from kvalet.store.entries import UNKNOWN_ORDINAL, Entry
 from kvalet.store.fileio import FileStat
 from kvalet.store.janitor import round_block
 from kvalet.store.layout import FileName

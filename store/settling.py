@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvalet.store.books import Entry, keys_of
+from kvalet.store.entries import Entry, keys_of
 from kvalet.store.janitor import Burial, Gate
 from kvalet.store.jobs import ReadResult, WriteResult
 from kvalet.store.reading import ReadOutcome
@@ -91,6 +91,7 @@ def settle_write(state: StoreState, over: WriteOver) -> WriteResult:
         state.books.release(write.n_bytes)
         if write.stage is Stage.DURABLE:
             _enter(state, write)
+            state.spare_bytes -= write.n_bytes  # until it is measured again
             state.counts.writes += 1
             state.counts.written_bytes += write.n_bytes
             state.counts.write_ms += over.write_ms

@@ -13,6 +13,7 @@ from kvalet.store.books import Books
 from kvalet.store.breaker import ReadBreaker, WriteBreaker
 from kvalet.store.config import KLASSES, StoreConfig
 from kvalet.store.directory import Directory
+from kvalet.store.errors import StoreError
 from kvalet.store.fairqueue import FairQueue
 from kvalet.store.header import Home
 from kvalet.store.ids import ChunkKey, ChunkMeta
@@ -108,6 +109,7 @@ class StoreState:
         self.write_breaker = WriteBreaker(config.probe_every_s)
         self.counts = Counts()
         self.closed = False
+        self.forked = False
         self.stopping = False
         self.for_readers = threading.Condition(self.lock)
         self.for_writers = threading.Condition(self.lock)
@@ -118,6 +120,8 @@ class StoreState:
 
     def answer(self, done: Done, over: Any) -> None:
         """Lock held. Call ``done`` soon, on the clerk's thread."""
+        if self.forked:
+            raise StoreError("this process was forked from one with an open store; only the parent may use it")
         self.answers.append((done, over))
         self.for_clerk.notify()
 
@@ -132,9 +136,8 @@ class StoreState:
     def abandon(self) -> None:
         """In a forked child: give up everything without touching the directory. Closing is not unlocking: the parent keeps
         its lock, because the lock belongs to the open file that it still has."""
-        self.lock = threading.Lock()
-        self.closed = self.stopping = True
-        self.answers.clear()
+        self.lock = threading.Lock()  # the old one may be held by a thread that does not exist here
+        self.closed = self.stopping = self.forked = True
         self.disk.close()
 
     def finish_write(self, write: Write) -> list[tuple[Done, WriteOver]]:

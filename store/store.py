@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from kvalet.store import admission, chores, closing, scan, workers
@@ -64,17 +65,16 @@ class DiskStore:
         padding (0: the stride).
         """
         geometry = Geometry(page_tokens, page_bytes or page_stride_bytes, page_stride_bytes, chunk_tokens)
-        disk = open_directory(config, io or FileIO())
-        try:
+        with ExitStack() as opened:
+            disk = open_directory(config, io or FileIO())
+            opened.callback(disk.close)
             books = Books(config.cap_bytes, identity.digest)
             bad = load_bad(disk)
             books.aside_bytes = bad.n_bytes
             walk = scan.load(disk, books, time.time_ns())
             state = StoreState(config, disk, Home(disk.store_id, identity.digest, geometry), books, bad)
             chores.measure_free(state)
-        except BaseException:
-            disk.close()
-            raise
+            opened.pop_all()
         store = cls(state, walk)
         with state.lock:
             admission.evict_to_cap(state)

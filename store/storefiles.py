@@ -6,7 +6,6 @@ Whoever holds the lock may write; the lock is a flock, so it ends with the proce
 from __future__ import annotations
 
 import ctypes
-import ctypes.util
 import fcntl
 import json
 import logging
@@ -14,6 +13,7 @@ import os
 import re
 import stat
 import time
+from contextlib import ExitStack
 
 from kvalet.store import layout
 from kvalet.store.config import StoreConfig
@@ -49,7 +49,7 @@ def refuse_network(root_fd: int, config: StoreConfig) -> None:
 def file_system_type(fd: int) -> int:
     """f_type of fstatfs (Linux); 0 where it cannot be asked."""
     try:
-        libc = ctypes.CDLL(ctypes.util.find_library("c") or "libc.so.6", use_errno=True)
+        libc = ctypes.CDLL(None, use_errno=True)
         buffer = ctypes.create_string_buffer(256)
         if libc.fstatfs(fd, buffer):
             return 0
@@ -68,7 +68,8 @@ def refuse_unknown(path: str, root_fd: int) -> None:
 
 def take_lock(path: str, root_fd: int) -> int:
     fd = os.open(layout.LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600, dir_fd=root_fd)
-    try:
+    with ExitStack() as opened:
+        opened.callback(os.close, fd)
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise StoreRefused(f"LOCK in the store {path!r} is not a regular file.")
         try:
@@ -78,9 +79,7 @@ def take_lock(path: str, root_fd: int) -> int:
             raise StoreLocked(f"The store {path!r} is in use by another kvalet process (pid {holder}).") from None
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
-    except BaseException:
-        os.close(fd)
-        raise
+        opened.pop_all()
     return fd
 
 

@@ -12,9 +12,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from kvalet.store import reading, writing
-from kvalet.store.books import keys_of
+from kvalet.store.admission import bury_victims
 from kvalet.store.faultwords import FULL, explain, opens_write_breaker, write_reason
-from kvalet.store.janitor import Burial, Gate
+from kvalet.store.janitor import Gate
 from kvalet.store.reading import ReadOutcome
 from kvalet.store.state import Done, Read, ReadOver, StoreState
 from kvalet.store.writeboard import Write
@@ -169,11 +169,9 @@ def _gates_open(state: StoreState, gates: list[Gate]) -> bool:
 def _make_room(state: StoreState, write: Write) -> bool:
     """The disk is full although the books said otherwise: evict by force, once."""
     with state.lock:
-        victims = state.books.evict(min(max(2 * write.n_bytes, FORCED_EVICTION_BYTES), state.books.live_bytes)) or []
-        gate = Gate(len(victims))
-        state.gone += keys_of(victims)
-        state.bury([Burial(victim.file, victim.n_bytes, gate) for victim in victims])
-    return bool(victims) and gate.wait(state.config.room_wait_s)
+        victims = state.books.evict(max(2 * write.n_bytes, FORCED_EVICTION_BYTES), partly=True)
+        gate = bury_victims(state, victims or ())
+    return gate is not None and gate.wait(state.config.room_wait_s)
 
 
 def _blame(state: StoreState, write: Write, error: OSError | MemoryError) -> str:

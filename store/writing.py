@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from kvalet.store import header, layout
@@ -69,7 +70,8 @@ def discard(disk: Directory, name: str, n_bytes: int, cause: OSError | MemoryErr
 def _write_file(disk: Directory, name: str, view: memoryview, recency: int, flags: int, *, sync: bool) -> None:
     io = disk.io
     fd = io.open(name, CREATE_FLAGS | flags, 0o600, dir_fd=disk.folder_fds[layout.TMP])
-    try:
+    with ExitStack() as opened:
+        opened.callback(disk.close_quietly, fd)  # after another error, which is the one to report
         done = stalls = 0
         while done < len(view):
             before = done
@@ -84,12 +86,7 @@ def _write_file(disk: Directory, name: str, view: memoryview, recency: int, flag
             io.fdatasync(fd)
         if not flags:
             io.drop_cache(fd)
-    except BaseException:
-        try:
-            io.close(fd)
-        except OSError:
-            pass  # the first error is the one to report
-        raise
+        opened.pop_all()
     io.close(fd)
 
 
