@@ -33,9 +33,9 @@ def stream_start(seed: int, position: int) -> int:
 
 
 @lru_cache(maxsize=4)
-def _row_counters(n: int) -> NDArray[np.uint64]:
-    """(id + 1) * golden for every id below ``n``, uint64 [n]; a few vocabulary sizes are kept."""
-    counters = (np.arange(n, dtype=np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN)
+def _row_counters(n_pairs: int) -> NDArray[np.uint64]:
+    """(pair + 1) * golden for every pair of ids, uint64 [n_pairs]; a few vocabulary sizes are kept."""
+    counters = (np.arange(n_pairs, dtype=np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN)
     counters.flags.writeable = False
     return counters
 
@@ -53,24 +53,28 @@ def _mixed(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return x
 
 
-def _uniform(bits: NDArray[np.uint64]) -> NDArray[np.float32]:
-    """float32 in (0, 1) from the upper 32 bits. Small values keep their relative precision (they decide which unlikely token
-    wins); values that would round to 1 are held just below it, so that no draw is infinite."""
-    u = (bits >> np.uint64(32)).astype(np.uint32).astype(np.float32)
+def _uniform(bits: NDArray[np.uint32]) -> NDArray[np.float32]:
+    """float32 in (0, 1). Small values keep their relative precision (they decide which unlikely token wins); values that would
+    round to 1 are held just below it, so that no draw is infinite."""
+    u = bits.astype(np.float32)
     u += np.float32(0.5)
     u *= np.float32(2.0**-32)
     return np.minimum(u, np.float32(1.0 - 2.0**-24), out=u)
 
 
 def row_uniform(seed: int, position: int, n: int) -> NDArray[np.float32]:
-    """Uniform draws of the ids 0..n-1, float32 [n], each in (0, 1)."""
-    return _uniform(_mixed(_row_counters(n) + np.uint64(stream_start(seed, position))))
+    """Uniform draws of the ids 0..n-1, float32 [n], each in (0, 1). Id i has the lower (i even) or upper (i odd) half of the
+    stream's output number i // 2."""
+    pairs = _mixed(_row_counters((n + 1) // 2) + np.uint64(stream_start(seed, position)))
+    return _uniform(pairs.astype("<u8", copy=False).view("<u4")[:n])
 
 
 def ids_uniform(seed: int, position: int, ids: NDArray[np.int64]) -> NDArray[np.float32]:
     """The same draws for some ids only, float32 [len(ids)]: ``row_uniform(...)[ids]`` without making the row."""
-    counters = (ids.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN)
-    return _uniform(_mixed(counters + np.uint64(stream_start(seed, position))))
+    counters = ((ids >> 1).astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN)
+    pairs = _mixed(counters + np.uint64(stream_start(seed, position)))
+    halves = np.where(ids & 1, pairs >> np.uint64(32), pairs & np.uint64(0xFFFFFFFF))
+    return _uniform(halves.astype(np.uint32))
 
 
 def gumbel(uniform: NDArray[np.float32]) -> NDArray[np.float64]:

@@ -5,7 +5,7 @@ grammar mask; temperature; min_p; top_k; top_p; then the seeded Gumbel race. The
 descending, id ascending); each of the three filters keeps a prefix of that order, so ties are decided the same everywhere.
 
 Speed (CPU, 49k vocabulary): plain greedy rows are one ``topk(1)`` for the whole batch; a row without top_k and top_p needs no
-order at all; otherwise the first ``HEAD_TOKENS`` decide, and only where they do not is the row sorted.
+order at all; otherwise the first ``HEAD_TOKENS`` decide, and only where they do not is more of the row put in order.
 Log-probabilities are of the logits as they came in: the model's own distribution.
 """
 
@@ -27,6 +27,9 @@ GREEDY_BELOW = 1e-5
 
 HEAD_TOKENS = 80
 """How many of the most likely tokens are looked at before a row is sorted (above 64, the usual largest top_k)."""
+
+WIDE_HEAD_TOKENS = 4096
+"""How many are looked at next, before the whole row is put in order."""
 
 NO_TOKEN = -1
 """The choice of a row that may choose nothing: its grammar is at a dead end."""
@@ -173,43 +176,52 @@ def _race(work: Tensor, best: Tensor, rows: Sequence[RowSampling]) -> list[int]:
     """Whole-row Gumbel race of rows without top_k and top_p; min_p is a threshold and needs no order."""
     temperatures = torch.tensor([row.params.temperature for row in rows], dtype=torch.float32).unsqueeze(1)
     scores = work.sub_(best.unsqueeze(1)).div_(temperatures)
-    for score, row in zip(scores, rows, strict=True):
+    uniform = torch.empty_like(scores)
+    for score, draws, row in zip(scores, uniform, rows, strict=True):
         if row.params.min_p > 0.0:
             score.masked_fill_(score < math.log(row.params.min_p), _NEG_INF)
-        noise = torch.from_numpy(row_uniform(row.seed, row.position, score.numel()))
-        score.sub_(noise.neg_().log1p_().neg_().log_())
+        draws.copy_(torch.from_numpy(row_uniform(row.seed, row.position, score.numel())))
+    scores.sub_(uniform.neg_().log1p_().neg_().log_())
     ids: list[int] = scores.topk(1).indices.view(-1).tolist()
     return ids
 
 
 def _head(work: Tensor, rows: Sequence[RowSampling]) -> list[int]:
-    """Rows with top_k or top_p: decided by the head where it can be, by sorting that row where not."""
+    """Rows with top_k or top_p: decided by the head where it can be, by more of the row where not."""
     vocab = work.shape[1]
     values, indices = work.topk(min(HEAD_TOKENS, vocab))
     temperatures = torch.tensor([row.params.temperature for row in rows], dtype=torch.float32).unsqueeze(1)
     best = values[:, :1].clone()
-    totals = torch.logsumexp((work - best) / temperatures, dim=1).tolist()
+    masses = ((work - best) / temperatures).exp_().sum(dim=1, dtype=torch.float64).tolist()
     chosen = []
     for i, row in enumerate(rows):
-        head_values, head_ids = values[i].numpy().astype(np.float64), indices[i].numpy()
-        order = np.lexsort((head_ids, -head_values))
-        head_ids, head_values = head_ids[order], head_values[order]
-        kept = _kept_prefix(head_values, row.params, totals[i], complete=head_values.size == vocab)
+        head_values, head_ids = _ordered(values[i], indices[i])
+        kept = _kept_prefix(head_values, row.params, masses[i], complete=head_values.size == vocab)
+        if kept is None and vocab > WIDE_HEAD_TOKENS:
+            head_values, head_ids = _ordered(*work[i].topk(WIDE_HEAD_TOKENS))
+            kept = _kept_prefix(head_values, row.params, masses[i], complete=False)
         if kept is None:
             full = work[i].sort(descending=True, stable=True)
             head_values, head_ids = full.values.numpy().astype(np.float64), full.indices.numpy()
-            kept = _kept_prefix(head_values, row.params, totals[i], complete=True)
-            assert kept is not None
+            kept = _kept_prefix(head_values, row.params, masses[i], complete=True)
+        assert kept is not None
         scores = (head_values[:kept] - head_values[0]) / row.params.temperature
         scores += gumbel(ids_uniform(row.seed, row.position, head_ids[:kept]))
         chosen.append(int(head_ids[int(scores.argmax())]))
     return chosen
 
 
-def _kept_prefix(values: NDArray[np.float64], params: SamplingParams, total: float, *, complete: bool) -> int | None:
+def _ordered(values: Tensor, indices: Tensor) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """What ``topk`` gave, in the order (logit descending, id ascending)."""
+    head_values, head_ids = values.numpy().astype(np.float64), indices.numpy()
+    order = np.lexsort((head_ids, -head_values))
+    return head_values[order], head_ids[order]
+
+
+def _kept_prefix(values: NDArray[np.float64], params: SamplingParams, whole_mass: float, *, complete: bool) -> int | None:
     """How many tokens pass min_p, top_k and top_p, from the head of the order; None: the head cannot tell.
 
-    ``values``: logits in order, the first one finite. ``total``: log of the sum over the whole row of exp((logit - first) /
+    ``values``: logits in order, the first one finite. ``whole_mass``: the sum over the whole row of exp((logit - first) /
     temperature). ``complete``: the head is the row (also assumed where its last entry is forbidden: the rest is, too).
     """
     n = values.size
@@ -224,7 +236,7 @@ def _kept_prefix(values: NDArray[np.float64], params: SamplingParams, total: flo
         limit, decided = params.top_k, True
     if params.top_p < 1.0:
         weights = np.exp(scaled[:limit])
-        mass = float(weights.sum()) if decided else math.exp(total)
+        mass = float(weights.sum()) if decided else whole_mass
         reached = np.cumsum(weights) >= params.top_p * mass
         if reached.any():
             limit, decided = int(reached.argmax()) + 1, True

@@ -79,13 +79,10 @@ class Tokenizer:
     """
 
     def __init__(self, tokenizer_json: str, arrays_digest: bytes, *, bos_id: int | None, end_ids: frozenset[int]) -> None:
-        """``bos_id``: the id that a prompt begins with, None where the model wants none. ``end_ids``: the ids that end a turn.
-        Raises TokenizerError if ``tokenizer_json`` is no tokenizer."""
-        try:
-            self.fast = FastTokenizer.from_str(tokenizer_json)
-            self.fast_text = FastTokenizer.from_str(tokenizer_json)
-        except Exception as error:
-            raise TokenizerError(f"tokenizer.json cannot be read: {error}") from error
+        """``tokenizer_json``: as ``build_tokenizer`` made it. ``bos_id``: the id that a prompt begins with, None where the
+        model wants none. ``end_ids``: the ids that end a turn."""
+        self.fast = FastTokenizer.from_str(tokenizer_json)
+        self.fast_text = FastTokenizer.from_str(tokenizer_json)
         self.fast_text.encode_special_tokens = True
         self.tokenizer_json = tokenizer_json
         self.digest = arrays_digest

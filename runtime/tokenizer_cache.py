@@ -14,10 +14,11 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from kvalet.runtime.tokenizer import Tokenizer, TokenizerArrays, TokenizerError, build_tokenizer
+import tokenizers
+from kvalet.runtime.tokenizer import Tokenizer, TokenizerArrays, build_tokenizer
 
-FORMAT = 1
-"""Of the file and of how tokenizers are built; a change of either makes old files misses."""
+_FORMAT = f"1 {tokenizers.__version__}"
+"""Of the file, of how tokenizers are built, and of the package that writes them; any change makes old files misses."""
 
 _log = logging.getLogger(__name__)
 
@@ -48,8 +49,8 @@ def _read(path: Path) -> Tokenizer | None:
             raise ValueError("its digest differs")
         first, _, body = rest.partition(b"\n")
         head = json.loads(first)
-        if head["format"] != FORMAT:
-            raise ValueError(f"format {head['format']}")
+        if head["format"] != _FORMAT:
+            raise ValueError(f"format {head['format']!r}, not {_FORMAT!r}")
         bos_id = head["bos_id"]
         return Tokenizer(
             body.decode(),
@@ -59,7 +60,7 @@ def _read(path: Path) -> Tokenizer | None:
         )
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError, TokenizerError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         _log.warning("tokenizer cache %s is unusable (%s): building it again", path, error)
         return None
 
@@ -67,7 +68,7 @@ def _read(path: Path) -> Tokenizer | None:
 def _write(path: Path, tokenizer: Tokenizer) -> None:
     """Write atomically; a reader sees the whole file or none."""
     head = {
-        "format": FORMAT,
+        "format": _FORMAT,
         "digest": tokenizer.digest.hex(),
         "bos_id": tokenizer.bos_id,
         "end_ids": sorted(tokenizer.end_ids),
