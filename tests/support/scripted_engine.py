@@ -4,11 +4,11 @@ test's hands. Text is one byte per token id, so ids, bytes and text are easy to 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import anyio
 from kvalet.api.errors import ApiError
 from kvalet.api.requests import ChatRequest, CompletionRequest, Delta, TextDelta, TurnEnd
 from kvalet.runtime.plan import TokenLogprob
@@ -44,55 +44,60 @@ Step = Delta | TurnEnd | asyncio.Event | Callable[[], None]
 
 
 class ScriptedTurn:
-    """Plays its steps: deltas are given, events are waited for, callables are called. After ``cancel`` only the end comes."""
+    """Plays its steps: deltas are given, events are waited for, callables are called. Without an end of its own it goes on until
+    it is cancelled. Once it was cancelled only the end comes."""
 
     def __init__(self, turn_id: str, steps: Iterable[Step]) -> None:
         self.id = turn_id
-        self.cancelled = asyncio.Event()
         self.cancels = 0
-        self.over = False
-        self._steps = deque(steps)
+        self.over = asyncio.Event()
+        self._interrupted = asyncio.Event()
+        self._forced: TurnEnd | None = None
+        self._steps = iter(steps)
+
+    @property
+    def cancelled(self) -> bool:
+        """Cancelled before it had ended."""
+        return self._forced is not None and self._forced.reason is EndReason.CANCELLED
 
     def __aiter__(self) -> AsyncIterator[Delta | TurnEnd]:
         return self
 
     async def __anext__(self) -> Delta | TurnEnd:
-        while True:
-            if self.over:
-                raise StopAsyncIteration
-            if self.cancelled.is_set():
-                self.over = True
-                return ended("error", EndReason.CANCELLED)
-            if not self._steps:
-                await self.cancelled.wait()
-                continue
-            step = self._steps[0]
+        if self.over.is_set():
+            raise StopAsyncIteration
+        while self._forced is None:
+            step = next(self._steps, self._interrupted)
             if isinstance(step, asyncio.Event):
-                await self._either(step)
-                if step.is_set():
-                    self._steps.popleft()
-                continue
-            self._steps.popleft()
-            if isinstance(step, TurnEnd):
-                self.over = True
-                return step
-            if callable(step):
+                await self._wait_for(step)
+            elif callable(step):
                 step()
-                continue
-            return step
+            else:
+                if isinstance(step, TurnEnd):
+                    self.over.set()
+                return step
+        self.over.set()
+        return self._forced
 
-    async def _either(self, event: asyncio.Event) -> None:
-        waits = [asyncio.ensure_future(event.wait()), asyncio.ensure_future(self.cancelled.wait())]
-        try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for wait in waits:
-                wait.cancel()
+    async def _wait_for(self, event: asyncio.Event) -> None:
+        async with anyio.create_task_group() as group:
+
+            async def first(one: asyncio.Event) -> None:
+                await one.wait()
+                group.cancel_scope.cancel()
+
+            group.start_soon(first, event)
+            group.start_soon(first, self._interrupted)
 
     def cancel(self) -> None:
         self.cancels += 1
-        if not self.over:
-            self.cancelled.set()
+        self.end(EndReason.CANCELLED)
+
+    def end(self, reason: EndReason) -> None:
+        """The turn ends with ``reason`` unless it has ended."""
+        if not self.over.is_set() and self._forced is None:
+            self._forced = ended("error", reason)
+            self._interrupted.set()
 
 
 @dataclass
@@ -104,7 +109,6 @@ class ScriptedEngine:
     before: asyncio.Event | None = None
     is_ready: tuple[bool, str] = (True, "")
     statistics_value: Any = None
-    drain_until: asyncio.Event | None = None
     on_device_lost: Callable[[str], None] | None = None
     requests: list[ChatRequest | CompletionRequest] = field(default_factory=list)
     turns: list[ScriptedTurn] = field(default_factory=list)
@@ -126,7 +130,7 @@ class ScriptedEngine:
 
     @property
     def running(self) -> int:
-        return sum(not turn.over and not turn.cancelled.is_set() for turn in self.turns)
+        return sum(not turn.over.is_set() and not turn.cancelled for turn in self.turns)
 
     def token_bytes(self, token_id: int) -> bytes:
         return bytes([token_id]) if token_id < 256 else b""
@@ -143,26 +147,14 @@ class ScriptedEngine:
         return ["scripted engine"]
 
     async def drain(self, seconds: float) -> Any:
-        """Ends every turn with ``shutdown`` after ``seconds`` or when ``drain_until`` is set."""
+        """Turns still running after ``seconds`` end with ``shutdown``."""
         self.drains.append(seconds)
-        try:
-            async with asyncio.timeout(seconds):
-                while self.running:
-                    await asyncio.sleep(0.01)
-        except TimeoutError:
+        with anyio.move_on_after(seconds):
             for turn in self.turns:
-                if not turn.over:
-                    turn._steps = deque([ended("error", EndReason.SHUTDOWN)])
-                    turn.cancelled = _Never(turn.cancelled)
+                await turn.over.wait()
+        for turn in self.turns:
+            turn.end(EndReason.SHUTDOWN)
         return "drained"
-
-
-class _Never(asyncio.Event):
-    """Wakes whoever waited on ``old`` without saying that the turn was cancelled."""
-
-    def __init__(self, old: asyncio.Event) -> None:
-        super().__init__()
-        old.set()
 
 
 def refused(message: str, **fields: Any) -> Callable[[Any], Iterable[Step]]:
