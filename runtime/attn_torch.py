@@ -1,0 +1,72 @@
+"""The plain reference of paged attention, for any device: gather a row's pages, one SDPA per segment.
+
+Also what prefill pieces run on: they gather once per piece, for all layers. The decodes' fast path is ``attn_arena``; a test
+holds the two equal.
+"""
+
+from __future__ import annotations
+
+import torch
+from kvalet.runtime.batch import Batch, Span
+from kvalet.runtime.kvpool import KVPool
+from torch import Tensor
+from torch.nn import functional
+
+
+class SegmentAttention:
+    """Attention of one segment's new tokens to their row: its past from the pages, then themselves, causally."""
+
+    def __init__(self, pool: KVPool, span: Span) -> None:
+        segment = span.segment
+        geometry = pool.geometry
+        self.begin, self.end, self.start = span.begin, span.end, segment.start
+        shape = (geometry.n_layers, 2, segment.end, geometry.n_kv_heads, geometry.head_dim)
+        self._kv = torch.empty(shape, dtype=pool.pages.dtype)
+        pool.gather(segment.pages, segment.start, self._kv[:, :, : segment.start])
+        self._mask = _mask(segment.start, segment.n)
+
+    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """``q`` [n, q_heads, dim], ``k`` and ``v`` [n, kv_heads, dim] of this segment -> [n, q_heads * dim]."""
+        keys, values = self._kv[layer]
+        keys[self.start :] = k
+        values[self.start :] = v
+        out = functional.scaled_dot_product_attention(
+            q.transpose(0, 1).unsqueeze(0),
+            keys.transpose(0, 1).unsqueeze(0),
+            values.transpose(0, 1).unsqueeze(0),
+            attn_mask=self._mask,
+            is_causal=self._mask is None and q.shape[0] > 1,
+            enable_gqa=True,
+        )
+        return out.squeeze(0).transpose(0, 1).reshape(q.shape[0], -1)
+
+
+def _mask(start: int, n: int) -> Tensor | None:
+    """bool [n, start + n], True where token i may look (its own position included); None where SDPA's own causal mask, or none
+    at all, says the same."""
+    if n == 1 or start == 0:
+        return None
+    return torch.ones(n, start + n, dtype=torch.bool).tril_(diagonal=start)
+
+
+class PlainAttention:
+    """``model.Attend`` for a whole call, segment by segment; collects the new KV and writes it into the pages at the end."""
+
+    def __init__(self, pool: KVPool, batch: Batch, new_kv: Tensor) -> None:
+        """``new_kv`` [layer, 2, >= n, kv_head, head_dim]: room for the call's KV."""
+        self._pool, self._batch = pool, batch
+        self._new = new_kv[:, :, : batch.n]
+        self._segments = [SegmentAttention(pool, span) for span in batch.spans]
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self._new[layer, 0] = k
+        self._new[layer, 1] = v
+        out = q.new_zeros(q.shape[0], q.shape[1] * q.shape[2])
+        for segment in self._segments:
+            part = slice(segment.begin, segment.end)
+            out[part] = segment.run(layer, q[part], k[part], v[part])
+        return out
+
+    def commit(self) -> None:
+        """Write the call's KV into the pages."""
+        self._pool.write(self._new, self._batch.places)

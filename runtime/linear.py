@@ -1,0 +1,134 @@
+"""Matrix products of the decoder: one object per matrix, called with [n, in] and returning [n, out].
+
+Which kernel is fastest depends on the number of rows and on the machine: int4 reads a quarter of the bytes and wins while
+reading is what costs (few rows), bf16 wins where arithmetic does. ``Switched`` holds both and goes by the number of rows;
+``measured_switch_rows`` finds the crossing point at start.
+
+Facts (docs/numbers.md): a row of an int4 or int8 product has the same bits in any batch; a row of a bf16 product only at one
+row count.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from kvalet.runtime.dequant import GROUP
+from torch import Tensor
+from torch.nn import functional
+
+SWITCH_CANDIDATES = (1, 2, 3, 4, 6, 8, 12, 16)
+"""Row counts at which int4 is measured against bf16."""
+
+
+class Linear(Protocol):
+    """``y = x @ w.T (+ bias)``, x [n, in] in the weights' activation dtype. ``nbytes``: memory it holds."""
+
+    nbytes: int
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
+class Dense:
+    """fp32 or bf16 weights [out, in] as they are, on any device."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.weight, self.bias = weight, bias
+        self.nbytes = weight.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight, self.bias)
+
+
+class Packed:
+    """bf16 weights in oneDNN's own order, made once: without AMX as fast as ``Dense``, with it the reordering at each call
+    would cost more than the product."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, 0)
+        self._bias = bias
+        self._run = torch.ops.mkldnn._linear_pointwise.default
+        self.nbytes = weight.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y: Tensor = self._run(x, self._packed, self._bias, "none", [], "")
+        return y
+
+
+class Int4:
+    """Q4_1 or Q4_0 blocks of the file through PyTorch's int4 product, bf16 activations. Scales and zeros are rounded to bf16.
+
+    ``q`` int32 [out, in] in 0..15; ``scale_zero`` float [in / 32, out, 2] (``dequant.int4_parts``)."""
+
+    def __init__(self, q: Tensor, scale_zero: Tensor, bias: Tensor | None = None) -> None:
+        self._packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(q, 1)
+        self._scale_zero = scale_zero.to(torch.bfloat16).contiguous()
+        self._bias = bias
+        self._run = torch.ops.aten._weight_int4pack_mm_for_cpu.default
+        self.nbytes = self._packed.nbytes + self._scale_zero.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y: Tensor = self._run(x, self._packed, GROUP, self._scale_zero)
+        return y if self._bias is None else y.add_(self._bias)
+
+
+class Int8:
+    """int8 weights with one scale per output row, bf16 activations: the head in int4 mode, which GGUF files keep at 8 bits.
+
+    Made from float32 weights [out, in]; the rounding is at most 1/254 of each row's largest weight."""
+
+    def __init__(self, weight: Tensor) -> None:
+        scale = weight.abs().amax(dim=1).clamp_(min=1e-12).div_(127.0).to(torch.bfloat16)
+        self._q = torch.round(weight / scale.float().unsqueeze(1)).clamp_(-127, 127).to(torch.int8)
+        self._scale = scale
+        self._run = torch.ops.aten._weight_int8pack_mm.default
+        self.nbytes = self._q.nbytes + scale.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y: Tensor = self._run(x, self._q, self._scale)
+        return y
+
+
+class Switched:
+    """``few`` for at most ``switch_rows`` rows, ``many`` beyond. Which one runs is a function of the number of rows of the
+    call, so a row's bits depend on its batch: not for ``deterministic``."""
+
+    def __init__(self, few: Linear, many: Linear, switch_rows: int) -> None:
+        self.few, self.many, self.switch_rows = few, many, switch_rows
+        self.nbytes = few.nbytes + many.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.few(x) if x.shape[0] <= self.switch_rows else self.many(x)
+
+
+def measured_switch_rows(
+    few: Linear,
+    many: Linear,
+    columns: int,
+    *,
+    candidates: Sequence[int] = SWITCH_CANDIDATES,
+    repeats: int = 7,
+    clock: Callable[[], float] = time.perf_counter,
+) -> int:
+    """The largest of ``candidates`` up to which ``few`` is at least as fast as ``many``; 0 if it never is.
+
+    Each time is the minimum of ``repeats`` calls, so that a busy machine disturbs little. Takes some milliseconds."""
+    found = 0
+    for rows in candidates:
+        x = torch.zeros(rows, columns, dtype=torch.bfloat16)
+        if _fastest(few, x, repeats, clock) > _fastest(many, x, repeats, clock):
+            break
+        found = rows
+    return found
+
+
+def _fastest(linear: Linear, x: Tensor, repeats: int, clock: Callable[[], float]) -> float:
+    linear(x)
+    best = float("inf")
+    for _ in range(repeats):
+        start = clock()
+        linear(x)
+        best = min(best, clock() - start)
+    return best
