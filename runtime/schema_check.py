@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-MAX_NODES = 20_000
+MAX_NODES = 4000
 """Subschemas looked at; a larger schema is not checked here (the compiler's own limits hold for it)."""
 
 MAX_TRIALS = 256
@@ -74,55 +74,55 @@ def endless_path(schema: Any) -> Path | None:
     A least fixed point: a part is finite if what it needs is finite. It errs towards None: references it cannot follow, and
     keywords it does not know, are left to the compiler. ``false`` is finite here (the compiler prunes it).
     """
-    nodes: dict[int, tuple[Path, Any]] = {}
-    todo: list[tuple[Path, Any]] = [((), schema)]
-    while todo:
-        path, node = todo.pop()
-        if len(nodes) >= MAX_NODES:
-            return None
-        nodes[id(node)] = (path, node)
-        todo.extend(((*path, *step), child) for step, child in children(node) if isinstance(child, dict))
+    nodes = _reachable(schema)
+    if nodes is None:
+        return None
+    needs = {key: _needs(node, schema) for key, (_, node) in nodes.items()}
+    needed_by: dict[int, list[int]] = {}
+    for key, groups in needs.items():
+        for child in (child for group in groups for child in group):
+            needed_by.setdefault(child, []).append(key)
     finite: set[int] = set()
-    changed = True
-    while changed:
-        before = len(finite)
-        finite.update(key for key, (_, node) in nodes.items() if key not in finite and _is_finite(node, schema, finite))
-        changed = len(finite) > before
+    todo = list(nodes)
+    while todo:
+        key = todo.pop()
+        if key not in finite and all(any(child in finite for child in group) for group in needs[key]):
+            finite.add(key)
+            todo.extend(needed_by.get(key, ()))
     endless = [path for key, (path, _) in nodes.items() if key not in finite]
     return min(endless, key=lambda path: (len(path), path)) if endless else None
 
 
-def _is_finite(node: Any, root: Any, finite: set[int]) -> bool:
-    """Whether ``node`` can be satisfied by a finite text, given the parts known to be so."""
+def _reachable(schema: Any) -> dict[int, tuple[Path, dict[str, Any]]] | None:
+    """Every subschema that is an object, and every target of a reference, by identity; None beyond ``MAX_NODES``."""
+    nodes: dict[int, tuple[Path, dict[str, Any]]] = {}
+    todo: list[tuple[Path, Any]] = [((), schema)]
+    while todo:
+        path, node = todo.pop()
+        if not isinstance(node, dict) or id(node) in nodes:
+            continue
+        if len(nodes) >= MAX_NODES:
+            return None
+        nodes[id(node)] = (path, node)
+        reference = node.get("$ref")
+        if isinstance(reference, str):
+            todo.append((tuple(reference.removeprefix("#/").split("/")), resolve(schema, reference)))
+        todo.extend(((*path, *step), child) for step, child in children(node))
+    return nodes
 
-    def known(child: Any) -> bool:
-        return not isinstance(child, dict) or id(child) in finite
 
-    if not isinstance(node, dict):
-        return True
+def _needs(node: dict[str, Any], root: Any) -> list[list[int]]:
+    """What must be finite for ``node`` to be: one part of each group, by identity. Parts that are no objects need nothing."""
+    groups: list[list[Any]] = [[part] for part in _list(node, "allOf")]
     if isinstance(node.get("$ref"), str):
-        target = resolve(root, node["$ref"])
-        if target is not None and not known(target):
-            return False
-    if not all(known(part) for part in _list(node, "allOf")):
-        return False
-    for key in ("anyOf", "oneOf"):
-        if _list(node, key) and not any(known(part) for part in _list(node, key)):
-            return False
-    return not _requires_endless(node, known)
-
-
-def _requires_endless(node: dict[str, Any], known: Callable[[Any], bool]) -> bool:
-    """Whether an object must have a property, or an array an item, that is not known to be finite."""
-    if node.get("type") == "object":
-        properties = node.get("properties")
-        required = node.get("required")
-        if isinstance(properties, dict) and isinstance(required, list):
-            return not all(known(properties.get(name)) for name in required if isinstance(name, str))
+        groups.append([resolve(root, node["$ref"])])
+    groups += [_list(node, key) for key in ("anyOf", "oneOf") if _list(node, key)]
+    properties = node.get("properties")
+    if node.get("type") == "object" and isinstance(properties, dict):
+        groups += [[properties.get(name)] for name in _list(node, "required") if isinstance(name, str)]
     if node.get("type") == "array" and isinstance(node.get("minItems"), int) and node["minItems"] > 0:
-        first = _list(node, "prefixItems")[:1] or [node.get("items")]
-        return not known(first[0])
-    return False
+        groups.append(_list(node, "prefixItems")[:1] or [node.get("items")])
+    return [[id(part) for part in group] for group in groups if all(isinstance(part, dict) for part in group)]
 
 
 def _list(node: dict[str, Any], key: str) -> list[Any]:
