@@ -16,6 +16,9 @@ RAM_SHARE = 0.125
 MOST_SHARE = 0.8
 """Of the available memory: chosen sizes, and the most that may be asked for (pool and slab are touched whole at start)."""
 DISK_SHARE = 0.5
+ARENA_SHARE = 0.05
+ARENA_ROUNDING_TOKENS = 512
+MAX_ARENA_TOKENS = 32_768
 MAX_STAGING_BYTES = 256 * 1024 * 1024
 MIN_STAGING_SLOTS = 3
 
@@ -26,12 +29,13 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """``n_pages`` counts the scratch page. Bytes include padding and slot headers. ``ram_slots`` and ``staging_slots`` 0: no
-    slab. ``store_bytes`` 0: no disk tier."""
+    """``n_pages`` counts the scratch page. ``arena_tokens``: room for contiguous copies of running rows. Bytes include
+    padding and slot headers. ``ram_slots`` and ``staging_slots`` 0: no slab. ``store_bytes`` 0: no disk tier."""
 
     n_pages: int
     pool_tokens: int
     pool_bytes: int
+    arena_tokens: int
     ram_slots: int
     ram_bytes: int
     staging_slots: int
@@ -63,11 +67,13 @@ def plan_memory(
     if not ram and not disk:
         staging = 0
         notes.append("no tier below the pool: KV that does not fit is dropped and computed again")
-    needed = pool_bytes + (ram + staging) * geometry.slot_bytes
+    arena = _arena_tokens(config, geometry, n_pages, available_bytes)
+    needed = pool_bytes + arena * geometry.token_bytes + (ram + staging) * geometry.slot_bytes
     if needed > MOST_SHARE * available_bytes:
+        parts = {"pool": pool_bytes, "arena": arena * geometry.token_bytes, "RAM tier": ram * geometry.slot_bytes}
         raise PlanError(
-            f"The pool ({_mib(pool_bytes)}), the RAM tier ({_mib(ram * geometry.slot_bytes)}) and staging"
-            f" ({_mib(staging * geometry.slot_bytes)}) need {_mib(needed)} of memory; {_mib(available_bytes)} are available"
+            f"{', '.join(f'{name} {_mib(size)}' for name, size in parts.items())} and staging"
+            f" {_mib(staging * geometry.slot_bytes)} need {_mib(needed)} of memory; {_mib(available_bytes)} are available"
             f" (limited by {limited_by}) and at most {MOST_SHARE:.0%} of that is taken. Give smaller sizes."
         )
     if disk and ram and disk <= ram * geometry.slot_bytes:
@@ -81,6 +87,7 @@ def plan_memory(
         n_pages=n_pages,
         pool_tokens=(n_pages - 1) * geometry.page_tokens,
         pool_bytes=pool_bytes,
+        arena_tokens=arena,
         ram_slots=ram,
         ram_bytes=ram * geometry.slot_bytes,
         staging_slots=staging,
@@ -107,6 +114,12 @@ def _pool_pages(config: EngineConfig, geometry: KVGeometry, context_tokens: int,
             " are refused, longer answers end with 'length'"
         )
     return pages + 1
+
+
+def _arena_tokens(config: EngineConfig, geometry: KVGeometry, n_pages: int, available_bytes: int) -> int:
+    """As much as the pool could have running, each row rounded up, within a share of the memory."""
+    running = n_pages * geometry.page_tokens + config.max_rows * ARENA_ROUNDING_TOKENS
+    return min(running, MAX_ARENA_TOKENS, int(ARENA_SHARE * available_bytes) // geometry.token_bytes)
 
 
 def _staging_slots(config: EngineConfig, geometry: KVGeometry) -> int:
