@@ -181,10 +181,7 @@ def test_connections_over_the_bound_are_closed_at_once(tmp_path: Path) -> None:
         for wire in kept:
             wire.send(raw_request("GET", "/health"))
             wire.read_until(b"ok")
-        with Wire(server.address) as over, pytest.raises(ConnectionError):
-            over.send(raw_request("GET", "/health"))
-            if not over.read_all():
-                raise ConnectionError("closed")
+        assert not answers(server)
         kept.pop().socket.close()
         until("there is room again", lambda: answers(server))
         for wire in kept:

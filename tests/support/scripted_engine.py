@@ -44,8 +44,8 @@ Step = Delta | TurnEnd | asyncio.Event | Callable[[], None]
 
 
 class ScriptedTurn:
-    """Plays its steps: deltas are given, events are waited for, callables are called. Without an end of its own it goes on until
-    it is cancelled. Once it was cancelled only the end comes."""
+    """Plays its steps: deltas are given, events are waited for, callables are called. Without an end of its own it goes on
+    until it is cancelled. Once it was cancelled only the end comes."""
 
     def __init__(self, turn_id: str, steps: Iterable[Step]) -> None:
         self.id = turn_id

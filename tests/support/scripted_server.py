@@ -1,7 +1,7 @@
 """A real server process over a scripted engine: `python scripted_server.py READY_FILE [--setting value ...]`.
 
-The script of a turn is what the first message says, in words: "text:abc" and "big:N" give text, "wait" waits for ever, "later:S"
-for S seconds, "stop" and "length" end, "refuse" is a 429, "lose" loses the device, "break" is a defect in the engine.
+The script of a turn is what the first message says, in words: "text:abc" and "big:N" give text, "wait" waits for ever,
+"later:S" for S seconds, "stop" and "length" end, "refuse" is a 429, "lose" loses the device, "break" is a defect in the engine.
 """
 
 from __future__ import annotations
