@@ -55,17 +55,31 @@ def answer(*texts: str, reason: EndReason = EndReason.STOP) -> Callable[[events.
     return reply
 
 
+class Watched(scripted_core.Script):
+    """A script that tells when it has been asked something."""
+
+    def __init__(self, replies: dict[type[events.Event], scripted_core.Reply] | None = None) -> None:
+        super().__init__(replies)
+        self.asked = asyncio.Event()
+
+    def handle(self, event: events.Event) -> list[commands.Command]:
+        self.asked.set()
+        return super().handle(event)
+
+
 class Built:
     """A builder of parts around a script, that counts what was closed."""
 
-    def __init__(self, script: scripted_core.Script) -> None:
+    def __init__(self, script: Watched) -> None:
         self.script = script
+        self.entered = threading.Event()
         self.step_engine = scripted_core.Engine()
         self.closed = 0
         self.gate = threading.Event()
         self.gate.set()
 
     def __call__(self, config: EngineConfig, progress: Any) -> Parts:
+        self.entered.set()
         assert self.gate.wait(30)
         template = ChatTemplate(SOURCE, list(TOKENIZER.control_ids))
         return Parts(
@@ -92,7 +106,7 @@ class Built:
 async def running(
     reply: Callable[[events.Submit], list[commands.Command]] | None = None, **config: Any
 ) -> AsyncIterator[tuple[Engine, Built]]:
-    built = Built(scripted_core.Script({} if reply is None else {events.Submit: reply}))
+    built = Built(Watched({} if reply is None else {events.Submit: reply}))
     async with Engine(EngineConfig(**config), builder=built) as engine:
         yield engine, built
     assert built.closed == 1
@@ -114,10 +128,11 @@ async def seen(built: Built, kind: type[events.Event]) -> events.Event:
     """The first event of a kind; waits for it, bounded."""
     with anyio.fail_after(10):
         while True:
+            built.script.asked.clear()
             for event in built.script.seen:
                 if isinstance(event, kind):
                     return event
-            await anyio.sleep(0.001)
+            await built.script.asked.wait()
 
 
 @pytest.mark.anyio
@@ -284,14 +299,13 @@ async def test_a_failed_start_leaves_nothing_behind() -> None:
 
 @pytest.mark.anyio
 async def test_a_cancelled_start_closes_what_was_made_meanwhile() -> None:
-    built = Built(scripted_core.Script())
+    built = Built(Watched())
     built.gate.clear()
     engine = Engine(EngineConfig(), builder=built)
     task = asyncio.ensure_future(engine.__aenter__())
-    await asyncio.sleep(0.01)
+    assert await anyio.to_thread.run_sync(built.entered.wait, 10)
     task.cancel()
-    await asyncio.sleep(0.01)
-    built.gate.set()
+    asyncio.get_running_loop().call_later(0.01, built.gate.set)
     with pytest.raises(asyncio.CancelledError):
         await task
     assert built.closed == 1
