@@ -7,12 +7,12 @@ Weights are packed per layer (q, k, v in one matrix; gate, up in one) so that a 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from kvalet.runtime import attn_flashinfer as fi
-from kvalet.runtime.attn_flashinfer import DecodePlan, PageTables, PrefillPlan
+from kvalet.runtime.attn_flashinfer import PrefillPlan
 from kvalet.runtime.qkv_triton import qkv_to_pages
 from torch import Tensor
 from torch.nn import functional
@@ -142,49 +142,6 @@ class CudaDecoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, hidden] -> [n, vocab], in the weights' dtype."""
         return functional.linear(hidden, self.weights.head)
-
-
-class DecodeGraph:
-    """One captured decode step for a fixed number of rows. Inputs are static buffers; replaying reads whatever they hold.
-
-    Captured with ``greedy``, the argmax of each row is written back into ``ids``, so that consecutive greedy steps need nothing
-    from the host but positions, places and page tables.
-    """
-
-    def __init__(self, decoder: CudaDecoder, plan: DecodePlan, greedy: bool = True) -> None:
-        device = decoder.pool.device
-        rows = plan.rows
-        self.decoder, self.plan = decoder, plan
-        self.ids = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.positions = torch.zeros(rows, dtype=torch.int32, device=device)
-        self.dest = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.greedy = greedy
-        self.logits: Tensor = torch.empty(0, device=device)
-        self.graph = torch.cuda.CUDAGraph()
-
-    def _step(self) -> None:
-        self.logits = self.decoder.logits(self.decoder.hidden(self.ids, self.positions, self.dest, self.plan.run))
-        if self.greedy:
-            self.ids.copy_(self.logits.argmax(dim=-1))
-
-    def capture(self, pool: tuple[int, int] | None = None) -> None:
-        """Warm up (writes only to scratch page 0: all rows must be planned on it), then capture."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                self._step()
-        torch.cuda.current_stream().wait_stream(stream)
-        with torch.cuda.graph(self.graph, pool=pool):
-            self._step()
-
-    def set_rows(self, tables: PageTables, positions: Sequence[int], places: Sequence[int]) -> None:
-        self.plan.plan(tables)
-        self.positions.copy_(torch.tensor(positions, dtype=torch.int32), non_blocking=True)
-        self.dest.copy_(torch.tensor(places, dtype=torch.int64), non_blocking=True)
-
-    def replay(self) -> None:
-        self.graph.replay()
 
 
 def prefill(decoder: CudaDecoder, plan: PrefillPlan, ids: Tensor, positions: Tensor, dest: Tensor) -> Tensor:

@@ -118,16 +118,16 @@ def test_qkv_kernel_equals_its_plain_twin(norm: bool, dim: int) -> None:
 def test_decode_graph_continues_a_prefill_like_a_longer_prefill() -> None:
     """Prefill n tokens and decode three = prefill of n + 3, in logits; two rows of one bucket, the third row is padding."""
     from kvalet.runtime import attn_flashinfer as fi
-    from kvalet.runtime.cuda_decoder import CudaDecoder, DecodeGraph, DecoderShape, prefill, random_weights
+    from kvalet.runtime.cuda_decoder import CudaDecoder, DecoderShape, prefill, random_weights
+    from kvalet.runtime.cuda_graphs import DecodeGraph
 
     shape = DecoderShape(3, 256, 6, 2, 64, 512, 1000, qk_norm=True)
     pool = torch.full((40, 3, 2, 16, 2, 64), float("nan"), dtype=torch.bfloat16, device=DEVICE)
     pool[0] = 0
     decoder = CudaDecoder(shape, random_weights(shape, DEVICE), pool, 512)
     space = fi.workspace(DEVICE)
-    graph = DecodeGraph(decoder, fi.DecodePlan(pool, 6, 3, 64, space), greedy=False)
-    graph.set_rows(fi.page_tables([[0]] * 3, [1] * 3, 16), [0] * 3, [0] * 3)
-    graph.capture()
+    last_ids = torch.zeros(4, dtype=torch.int64, device=DEVICE)
+    graph = DecodeGraph(decoder, fi.DecodePlan(pool, 6, 3, 64, space), last_ids, 16)
     rng = random.Random(1)
     ids = [[rng.randrange(1000) for _ in range(n + 3)] for n in (30, 45)]
     tables = [[1 + i for i in range(4)], [10 + i for i in range(4)]]
@@ -148,13 +148,10 @@ def test_decode_graph_continues_a_prefill_like_a_longer_prefill() -> None:
     run_prefill([30, 45])
     for k in range(3):
         at = [30 + k, 45 + k]
-        graph.set_rows(
-            fi.page_tables([*tables, [0]], [at[0] + 1, at[1] + 1, 1], 16),
-            [*at, 0],
-            [*(tab[p // 16] * 16 + p % 16 for tab, p in zip(tables, at, strict=True)), 0],
-        )
-        graph.ids.copy_(torch.tensor([ids[0][at[0]], ids[1][at[1]], 0], device=DEVICE))
+        last_ids[1:3] = torch.tensor([ids[0][at[0]], ids[1][at[1]]], device=DEVICE)
+        graph.set_rows(tables, at, [1, 2])
         graph.replay()
+        assert last_ids[1:3].tolist() == graph.logits[:2].argmax(-1).tolist()
     assert not graph.logits[:2].isnan().any()
     similarity = functional.cosine_similarity(graph.logits[:2].float(), whole, dim=-1)
     assert similarity.min() > 0.999, similarity

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 from kvalet.runtime import attn_flashinfer as fi
-from kvalet.runtime.cuda_decoder import QWEN3_8B, CudaDecoder, DecodeGraph, prefill, random_weights
+from kvalet.runtime.cuda_decoder import QWEN3_8B, CudaDecoder, prefill, random_weights
+from kvalet.runtime.cuda_graphs import DecodeGraph
 
 PAGE = 16
 DEVICE = torch.device("cuda")
@@ -54,15 +55,15 @@ def decode_cell(decoder: CudaDecoder, rows: int, context: int, rates: tuple[floa
     per_row = -(-(context + steps + 8) // PAGE)
     order = (torch.randperm(pool.shape[0] - 1)[: rows * per_row] + 1).tolist()
     tables = [order[i * per_row : (i + 1) * per_row] for i in range(rows)]
-    graph = DecodeGraph(decoder, fi.DecodePlan(pool, QWEN3_8B.n_q_heads, rows, rows * per_row, fi.workspace(DEVICE)))
-    graph.set_rows(fi.page_tables([[0]] * rows, [1] * rows, PAGE), [0] * rows, [0] * rows)
-    graph.capture()
+    last_ids = torch.zeros(rows + 1, dtype=torch.int64, device=DEVICE)
+    graph = DecodeGraph(
+        decoder, fi.DecodePlan(pool, QWEN3_8B.n_q_heads, rows, rows * per_row, fi.workspace(DEVICE)), last_ids, PAGE
+    )
     length = [context]
 
     def step() -> None:
         position = length[0]
-        places = [table[position // PAGE] * PAGE + position % PAGE for table in tables]
-        graph.set_rows(fi.page_tables(tables, [position + 1] * rows, PAGE), [position] * rows, places)
+        graph.set_rows(tables, [position] * rows, range(1, rows + 1))
         graph.replay()
         length[0] += 1
 

@@ -1,0 +1,175 @@
+"""The agent rotation, in process: more sessions than the pool holds, each coming back in turn. Random weights, Qwen3-8B shape.
+
+S sessions of 16,384 private tokens, a device pool for 9 of them, 8 at a time in a fixed order; each turn adds 256 prompt tokens
+and takes 128 (greedy, end of text ignored). Round 0 fills, then two return rounds. Tier "none" recomputes, "ram" has a slab,
+"all" has a pool that holds every session. Reports per round wall s, sessions/s, TTFT, gaps, tokens computed and restored, bytes,
+loop lag. Run: python tests/bench/gpu/rotation.py --tier ram --sessions 32 [--out FILE].
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import anyio
+import torch
+from kvalet.runtime import geometry
+from kvalet.runtime.cuda_decoder import QWEN3_8B, CudaDecoder, random_weights
+from kvalet.runtime.cuda_engine import CudaEngine
+from kvalet.runtime.cuda_pool import CudaCopier, CudaPool, RegisteredSlab
+from kvalet.runtime.plan import SamplingParams, SlotId
+from kvalet.runtime.rows import TextContext
+from kvalet.runtime.slab import Slab
+from kvalet.sched.config import SchedConfig
+from kvalet.sched.core import Core
+from kvalet.sched.loop import Scheduler
+from kvalet.sched.turns import Ended, TurnSpec
+
+CONTEXT, NEW_PROMPT, NEW = 16_384, 256, 128
+AT_A_TIME = 8
+ROUNDS = 2
+
+
+class NoText:
+    """A vocabulary without text: ids in, ids out, as the peers' rows were measured."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return b""
+
+
+class NoDisk:
+    def has(self, key: bytes) -> bool:
+        return False
+
+    def tails(self, parent: bytes) -> tuple[()]:
+        return ()
+
+    def accepts_writes(self) -> bool:
+        return False
+
+
+class NoCopies:
+    """For "none" and "all": without slots no copy is ever asked for."""
+
+    def copy_out(self, *args: Any) -> None:
+        raise AssertionError("a copy without slots")
+
+    copy_in = copy_out
+
+    def close(self) -> None:
+        pass
+
+
+def percentile(values: list[float], q: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(len(ordered) * q))] if ordered else 0.0
+
+
+async def one_turn(scheduler: Scheduler, history: list[int], session: str, rows: list[dict[str, Any]]) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True)
+    asked = time.monotonic()
+    spec = TurnSpec(scheduler.next_turn_id(), tuple(history), params, bytes(32), session=session, received_at=asked)
+    stamps: list[float] = []
+    report: Any = None
+    stream = await scheduler.submit(spec)
+    async for item in stream:
+        if isinstance(item, Ended):
+            assert item.reason.value == "length", item
+            report = item.report
+        elif item.ids:
+            history.extend(item.ids)
+            stamps += [time.monotonic()] * len(item.ids)
+    gaps = [b - a for a, b in zip(stamps, stamps[1:], strict=False)]
+    rows.append({"ttft": stamps[0] - asked, "gaps": gaps, "report": report})
+
+
+async def one_round(scheduler: Scheduler, histories: list[list[int]], number: int) -> dict[str, Any]:
+    rows: list[dict[str, Any]] = []
+    before = scheduler.statistics()
+    limit = anyio.Semaphore(AT_A_TIME)
+    began = time.monotonic()
+
+    async def run(i: int) -> None:
+        try:
+            await one_turn(scheduler, histories[i], f"s{i}", rows)
+        finally:
+            limit.release()
+
+    async with anyio.create_task_group() as group:
+        for i, history in enumerate(histories):
+            if number:
+                rng = random.Random(2_000_000 + 10_000 * (number - 1) + i)
+                history.extend(rng.choices(range(1000, 150_000), k=NEW_PROMPT))
+            await limit.acquire()
+            group.start_soon(run, i)
+    wall = time.monotonic() - began
+    gaps = [gap for row in rows for gap in row["gaps"]]
+    ttfts = [row["ttft"] for row in rows]
+    reports = [row["report"] for row in rows]
+    del before
+    return {
+        "round": number, "wall_s": wall, "sessions_per_s": len(rows) / wall,
+        "ttft_p50": percentile(ttfts, 0.5), "ttft_p99": percentile(ttfts, 0.99), "ttft_mean": sum(ttfts) / len(ttfts),
+        "gap_p50_ms": percentile(gaps, 0.5) * 1e3, "gap_p99_ms": percentile(gaps, 0.99) * 1e3, "gap_max_ms": max(gaps) * 1e3,
+        "prompt_tokens": sum(r.prompt_tokens for r in reports), "computed": sum(r.computed_tokens for r in reports),
+        "resident": sum(r.resident_tokens for r in reports), "ram": sum(r.ram_tokens for r in reports),
+        "disk": sum(r.disk_tokens for r in reports), "preemptions": sum(r.preemptions for r in reports),
+    }  # fmt: skip
+
+
+async def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
+    device = torch.device("cuda")
+    kv = geometry.KVGeometry(QWEN3_8B.n_layers, QWEN3_8B.n_kv_heads, QWEN3_8B.head_dim)
+    per_session = kv.pages_for(CONTEXT + NEW + ROUNDS * (NEW_PROMPT + NEW)) + 2
+    n_pages = 1 + per_session * (options.sessions if options.tier == "all" else 9)
+    ram_slots = int(options.ram_gib * (1 << 30) / kv.slot_bytes) if options.tier == "ram" else 0
+    began = time.monotonic()
+    pool = CudaPool(kv, n_pages, device)
+    decoder = CudaDecoder(QWEN3_8B, random_weights(QWEN3_8B, device), pool.pages, 40_960)
+    text = TextContext(vocabulary=NoText(), vocab_size=QWEN3_8B.vocab, end_ids=frozenset())
+    engine = CudaEngine(decoder, pool, text, max_rows=16, max_step_tokens=options.piece + 16)
+    slab = Slab(kv, ram_slots + 7, threads=8) if ram_slots else None
+    registered = RegisteredSlab(slab) if slab else None
+    copier: Any = CudaCopier(pool, registered) if registered else NoCopies()
+    print(f"built in {time.monotonic() - began:.1f} s: {n_pages} pages, {ram_slots} RAM slots", flush=True)
+    config = SchedConfig(
+        page_tokens=kv.page_tokens, chunk_tokens=kv.chunk_tokens, n_pages=n_pages, context_tokens=40_000, identity=bytes(32),
+        ram_slots=ram_slots, staging_slots=7 if ram_slots else 0, max_rows=16, step_tokens=options.piece + 16,
+        idle_step_tokens=options.piece, lag=1,
+    )  # fmt: skip
+    histories = [random.Random(1_000_000 + i).choices(range(1000, 150_000), k=CONTEXT) for i in range(options.sessions)]
+    rounds = []
+    no_disk: Any = NoDisk()
+
+    def view(slot: SlotId) -> memoryview:
+        assert slab is not None
+        return slab.view(slot)
+
+    async with Scheduler(Core(config, no_disk), engine, copier, None, view, write_timeout_s=60) as scheduler:
+        for number in range(ROUNDS + 1):
+            rounds.append(await one_round(scheduler, histories, number))
+            print(json.dumps({k: round(v, 3) if isinstance(v, float) else v for k, v in rounds[-1].items()}), flush=True)
+        print(str(scheduler.statistics())[:3000], flush=True)
+    if registered is not None:
+        registered.close()
+    return rounds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tier", choices=("none", "ram", "all"), default="ram")
+    parser.add_argument("--sessions", type=int, default=32)
+    parser.add_argument("--ram-gib", type=float, default=78)
+    parser.add_argument("--piece", type=int, default=8192)
+    parser.add_argument("--out", default="gpu-rotation.json")
+    options = parser.parse_args()
+    rounds = anyio.run(measure, options, backend_options={"use_uvloop": True})
+    Path(options.out).write_text(json.dumps({"options": vars(options), "rounds": rounds}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
