@@ -141,7 +141,8 @@ def workspace(device: torch.device) -> Tensor:
 
 
 def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return flashinfer.rmsnorm(x, weight, eps)
+    normed: Tensor = flashinfer.rmsnorm(x, weight, eps)
+    return normed
 
 
 def add_rmsnorm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:

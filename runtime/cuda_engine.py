@@ -43,8 +43,8 @@ class _Open:
 
 @dataclass(slots=True)
 class _Launched:
-    """A step in flight. ``sampled``: (index in ``work``, index in ``ids``) of rows sampled on the device; ``hosted``: indices in
-    ``work`` of those that the host samples from ``logits``, in order."""
+    """A step in flight. ``sampled``: (index in ``work``, index in ``ids``) of rows sampled on the device; ``hosted``: indices
+    in ``work`` of those that the host samples from ``logits``, in order."""
 
     plan: StepPlan
     work: list[tuple[Row, _Open]]

@@ -1,7 +1,8 @@
 """One captured decode step per batch bucket. Source of the technique: PyTorch's CUDA graphs; SGLang and vLLM decode so too.
 
 All inputs are static buffers that a replay reads: positions, places and slots in one tensor, page tables in the attention plan.
-Ids come from ``last_ids`` [slots] and go back there, so that consecutive greedy steps need nothing from the host but page tables.
+Ids come from ``last_ids`` [slots] and go back there, so that consecutive greedy steps need nothing from the host but page
+tables.
 """
 
 from __future__ import annotations

@@ -2,13 +2,15 @@
 
 S sessions of 16,384 private tokens, a device pool for 9 of them, 8 at a time in a fixed order; each turn adds 256 prompt tokens
 and takes 128 (greedy, end of text ignored). Round 0 fills, then two return rounds. Tier "none" recomputes, "ram" has a slab,
-"all" has a pool that holds every session. Reports per round wall s, sessions/s, TTFT, gaps, tokens computed and restored, bytes,
-loop lag. Run: python tests/bench/gpu/rotation.py --tier ram --sessions 32 [--out FILE].
+"all" has a pool that holds every session. Reports per round wall s, sessions/s, TTFT, gaps, tokens computed and restored.
+
+Run: python tests/bench/gpu/rotation.py --tier ram --sessions 32 [--out FILE].
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import time
@@ -83,7 +85,7 @@ async def one_turn(scheduler: Scheduler, history: list[int], session: str, rows:
         elif item.ids:
             history.extend(item.ids)
             stamps += [time.monotonic()] * len(item.ids)
-    gaps = [b - a for a, b in zip(stamps, stamps[1:], strict=False)]
+    gaps = [b - a for a, b in itertools.pairwise(stamps)]
     rows.append({"ttft": stamps[0] - asked, "gaps": gaps, "report": report})
 
 
