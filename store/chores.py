@@ -153,6 +153,7 @@ def _probe(state: StoreState) -> None:
         return
     with state.lock:
         state.write_breaker.probe_passed()
+        state.quiet.notify_all()
     log.info("store: writes work again")
 
 

@@ -25,7 +25,7 @@ SHARDS = tuple(f"{i:02x}" for i in range(256))
 
 _CHUNK_NAME = re.compile(r"([0-9a-f]{64})\.(0|[1-9][0-9]{0,9})\.([0-9a-f]{8})")
 _TAIL_NAME = re.compile(r"([0-9a-f]{64})\.([1-9][0-9]{0,3})\.([0-9a-f]{16})\.([0-9a-f]{8})")
-_BAD_NAME = re.compile(r"[0-9]{20}\.[0-9a-f.]{80,110}")
+_BAD_NAME = re.compile(r"[0-9]{20}\.[0-9a-f.]{75,110}")
 _TMP_NAME = re.compile(r"[0-9]+\.[0-9]+\.[0-9a-f]{16}")
 
 

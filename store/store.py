@@ -18,11 +18,13 @@ from typing import Any
 from kvalet.store import admission, chores, closing, scan, workers
 from kvalet.store.books import Books
 from kvalet.store.config import StoreConfig
-from kvalet.store.directory import open_directory
+from kvalet.store.directory import Directory, open_directory
+from kvalet.store.errors import StoreRefused
+from kvalet.store.faultwords import explain
 from kvalet.store.fileio import FileIO
 from kvalet.store.header import Geometry, Home
 from kvalet.store.ids import ChunkKey, ChunkMeta, Identity, TailRef
-from kvalet.store.janitor import load_bad
+from kvalet.store.janitor import BadFolder, load_bad
 from kvalet.store.jobs import ReadResult, WriteResult
 from kvalet.store.reading import TailWish
 from kvalet.store.settling import settle_read, settle_write
@@ -69,9 +71,8 @@ class DiskStore:
             disk = open_directory(config, io or FileIO())
             opened.callback(disk.close)
             books = Books(config.cap_bytes, identity.digest)
-            bad = load_bad(disk)
+            bad, walk = _scan(config.directory, disk, books)
             books.aside_bytes = bad.n_bytes
-            walk = scan.load(disk, books, time.time_ns())
             state = StoreState(config, disk, Home(disk.store_id, identity.digest, geometry), books, bad)
             chores.measure_free(state)
             opened.pop_all()
@@ -209,6 +210,13 @@ class DiskStore:
             thread = threading.Thread(target=body, args=(state,), name=f"kvalet-store-{name}-{number}", daemon=True)
             thread.start()
             self._threads.append(thread)
+
+
+def _scan(path: str, disk: Directory, books: Books) -> tuple[BadFolder, scan.Walk]:
+    try:
+        return load_bad(disk), scan.load(disk, books, time.time_ns())
+    except OSError as error:
+        raise StoreRefused(f"The store {path!r} cannot be read: {explain(error)}.") from error
 
 
 def _after_fork_in_child() -> None:
