@@ -16,6 +16,7 @@ class SchedConfig:
     ``forced_runs``: the engine may answer several ids at once for a grammar row (only with lag 0, not deterministic).
     ``low_watermark``/``high_watermark``: shares of the pool; below low, spilling starts, and stops at high. The same pair of
     names with ``ram_`` for free or clean slots of the RAM tier.
+    ``page_bytes``: bytes of one page in pool, slot and file; only reported (``TurnReport.bytes_from_ram``).
     At a bound: a full queue refuses (429), ``max_sessions`` forgets the least recently used idle session's name (its pages
     stay cached as long as they are not evicted).
     """
@@ -44,6 +45,7 @@ class SchedConfig:
     slot_wait_s: float = 0.05
     restore_deadline_s: float = 30.0
     max_preemptions: int = 5
+    page_bytes: int = 0
 
     def __post_init__(self) -> None:
         if self.lag not in (0, 1):

@@ -1,0 +1,177 @@
+"""The core's whole mutable state, and the few operations that every part of the core needs.
+
+One ``Board`` per core. The parts (matching, restore, spill, persist, lifecycle, admission, planner) are modules of
+functions over it; they import each other downwards only, in the order just given. Commands are appended to ``out``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from kvalet.runtime.plan import PageId, RowId, SlotId
+from kvalet.sched.chunks import Chunk, ChunkMap
+from kvalet.sched.commands import CancelTransfer, Command, UnpinDisk, WakeAt
+from kvalet.sched.config import SchedConfig
+from kvalet.sched.counters import Counters
+from kvalet.sched.events import TransferId
+from kvalet.sched.pages import PageLedger
+from kvalet.sched.ports import DiskView
+from kvalet.sched.prefix import Node, PageIndex
+from kvalet.sched.session import SessionBook, Turn
+from kvalet.sched.states import (
+    IllegalTransition,
+    TransferCause,
+    TransferState,
+    TurnCause,
+    next_turn_state,
+)
+from kvalet.sched.story import Story
+from kvalet.sched.transfer_record import Transfer, TransferKind
+from kvalet.sched.turns import TurnId
+from kvalet.store.ram import RamBook
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """A step in flight. ``rows``: (turn, row, start, n, sample). ``leases``: pages it may touch whose turn has let go."""
+
+    step: int
+    rows: list[tuple[Turn, RowId, int, int, bool]]
+    leases: list[PageId] = field(default_factory=list)
+
+
+class Board:
+    def __init__(self, config: SchedConfig, disk: DiskView) -> None:
+        self.config = config
+        self.disk = disk
+        self.story = Story()
+        self.counters = Counters()
+        self.ledger = PageLedger(config.n_pages)
+        self.index = PageIndex(self.ledger, config.page_tokens, keep_snapshots=config.deterministic)
+        self.chunks = ChunkMap(config, disk)
+        self.staging = RamBook(config.staging_slots, first=config.ram_slots)
+        self.sessions = SessionBook(config.max_sessions)
+        self.turns: dict[TurnId, Turn] = {}
+        self.rows: dict[RowId, Turn] = {}
+        self.queue: list[Turn] = []
+        """Sorted by ``Turn.order``."""
+        self.transfers: dict[TransferId, Transfer] = {}
+        self.steps: list[StepRecord] = []
+        self.closes: list[RowId] = []
+        """Rows to close with the next plan."""
+        self.out: list[Command] = []
+        self.now = 0.0
+        self.next_row = 0
+        self.next_step = 0
+        self.next_transfer = 0
+        # pressure
+        self.spilling = False
+        self.slot_wait_since: float | None = None
+        self.writing = False
+        self.write_retry_at = 0.0
+        # ends
+        self.device_lost = ""
+        self.drain_deadline: float | None = None
+        self.drained = False
+        usable = config.n_pages - 1
+        self.low_pages = math.ceil(config.low_watermark * usable)
+        self.high_pages = max(self.low_pages, math.ceil(config.high_watermark * usable))
+
+    # turns
+
+    def move(self, turn: Turn, cause: TurnCause) -> None:
+        try:
+            turn.state = next_turn_state(turn.state, cause)
+        except IllegalTransition as error:
+            raise self.story.defect(f"{error}: {turn}") from error
+
+    def running(self) -> list[Turn]:
+        """Turns that can be fed, oldest of the highest class first."""
+        return sorted((t for t in self.rows.values() if t.running), key=lambda t: t.order)
+
+    def wake(self, at: float) -> None:
+        self.out.append(WakeAt(at))
+
+    # pages
+
+    def insert_page(self, parent: Node, ids: tuple[int, ...], page: PageId) -> Node:
+        """Index one page after ``parent`` and tell the chunk map where a whole chunk ends."""
+        node = self.index.insert(parent, ids, page, self.now)
+        if node.end % self.config.chunk_tokens == 0:
+            self.chunks.link(node, self.now)
+        return node
+
+    def remove_node(self, node: Node) -> None:
+        """Take an idle leaf off the device; its chunk may lose its last copy by it."""
+        self.chunks.unlink(node)
+        self.index.remove(node)
+
+    def step_leases(self, page: PageId) -> bool:
+        """A step in flight may still touch this page although its turn has gone."""
+        return any(page in record.leases for record in self.steps)
+
+    # transfers
+
+    def start_transfer(self, kind: TransferKind, chunk: Chunk | None) -> Transfer:
+        transfer = Transfer(TransferId(self.next_transfer), kind, chunk, started_at=self.now)
+        self.next_transfer += 1
+        self.transfers[transfer.id] = transfer
+        if chunk is not None:
+            if kind is TransferKind.RESTORE:
+                chunk.incoming = transfer
+            else:
+                chunk.outgoing = transfer
+        return transfer
+
+    def advance(self, transfer: Transfer, cause: TransferCause) -> None:
+        try:
+            transfer.take(cause)
+        except IllegalTransition as error:
+            raise self.story.defect(f"{error}: {transfer}") from error
+
+    def book_of(self, transfer: Transfer) -> RamBook:
+        return self.staging if transfer.staging else self.chunks.book
+
+    def free_pages(self, transfer: Transfer) -> None:
+        """The transfer gives up its leases."""
+        self.ledger.unlease_all(transfer.pages)
+        transfer.pages.clear()
+
+    def unpin_disk(self, transfer: Transfer) -> None:
+        if transfer.pinned and transfer.chunk is not None:
+            transfer.pinned = False
+            self.out.append(UnpinDisk((transfer.chunk.key,)))
+
+    def finish_transfer(self, transfer: Transfer, cause: TransferCause) -> None:
+        """Last answer in, or given up before the first command: leases, slot and pin are released, the chunk let go."""
+        self.advance(transfer, cause)
+        del self.transfers[transfer.id]
+        self.free_pages(transfer)
+        self.unpin_disk(transfer)
+        if transfer.slot is not None:
+            self.book_of(transfer).release(transfer.slot)
+        self.detach_chunk(transfer)
+
+    def detach_chunk(self, transfer: Transfer) -> None:
+        """The chunk no longer counts on this transfer."""
+        chunk = transfer.chunk
+        if chunk is None:
+            return
+        if chunk.incoming is transfer:
+            chunk.incoming = None
+        if chunk.outgoing is transfer:
+            chunk.outgoing = None
+        self.chunks.settle(chunk)
+
+    def cancel_transfer(self, transfer: Transfer) -> None:
+        if transfer.state is not TransferState.RESERVED:
+            self.out.append(CancelTransfer(transfer.id))
+
+    def take_ram_slot(self) -> SlotId | None:
+        slot = self.chunks.book.take()
+        return None if slot is None else SlotId(slot)
+
+    def take_staging_slot(self) -> SlotId | None:
+        slot = self.staging.take()
+        return None if slot is None else SlotId(slot)

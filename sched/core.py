@@ -1,0 +1,251 @@
+"""The scheduler's mind: ``handle(event) -> commands`` and ``plan() -> StepPlan``. Synchronous and deterministic.
+
+No clock (time arrives in events), no await, no file, no torch. The caller drains its inbox through ``handle``, carries out
+the commands in order, then calls ``plan`` until it answers None. All decisions are made in ``handle``; ``plan`` only lays
+out what turns own already. The same events in the same order give the same commands.
+
+Seams left open on purpose: ``policy.rank_*`` (learned waits, pins, supersession, tenants' shares), ``matching.find_match``
+(restore or recompute, running state), ``session.Branch`` (transcripts).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from kvalet.runtime.plan import StepPlan
+from kvalet.sched import admission, drain, invariants, lifecycle, persist, planner, restore, results, spill
+from kvalet.sched import events as ev
+from kvalet.sched.board import Board
+from kvalet.sched.commands import Command
+from kvalet.sched.config import SchedConfig
+from kvalet.sched.counters import CoreStatistics
+from kvalet.sched.ports import DiskView
+from kvalet.sched.session import Turn
+from kvalet.sched.states import TurnCause, TurnState
+from kvalet.sched.transfer_record import Transfer, TransferKind
+from kvalet.sched.turns import EndReason
+
+Answer = ev.CopyDone | ev.CopyFailed | ev.ReadDone | ev.ReadFailed | ev.WriteDone | ev.WriteFailed
+
+
+class Core:
+    """Any exception out of ``handle``, ``plan`` or ``check`` is a defect (``story.CoreDefect`` where the core noticed it
+    itself): the state is not to be trusted any more, the loop ends all turns with ``internal``."""
+
+    def __init__(self, config: SchedConfig, disk: DiskView) -> None:
+        self.config = config
+        self._board = Board(config, disk)
+        self._handlers: dict[type[ev.Event], Callable[[Any], None]] = {
+            ev.Submit: self._submit,
+            ev.Cancel: self._cancel,
+            ev.Blocked: self._blocked,
+            ev.Unblocked: self._unblocked,
+            ev.CloseSession: self._close_session,
+            ev.ForkSession: self._fork_session,
+            ev.StepDone: self._step_done,
+            ev.DeviceFailed: self._device_failed,
+            ev.CopyDone: self._copy_done,
+            ev.CopyFailed: self._copy_failed,
+            ev.ReadDone: self._read_done,
+            ev.ReadFailed: self._read_failed,
+            ev.WriteDone: self._write_done,
+            ev.WriteFailed: self._write_failed,
+            ev.DiskGone: self._disk_gone,
+            ev.Tick: self._tick,
+            ev.BeginDrain: self._begin_drain,
+        }
+
+    def __repr__(self) -> str:
+        return f"Core({self.statistics()})"
+
+    def handle(self, event: ev.Event) -> list[Command]:
+        """Take in one event, decide everything that follows from it, and return what is to be done, in order."""
+        board = self._board
+        board.now = event.now
+        board.counters.events += 1
+        board.story.add("event", event)
+        self._handlers[type(event)](event)
+        self._expire_restores()
+        admission.settle(board)
+        restore.pump(board)
+        persist.pump(board)
+        drain.pump(board)
+        commands, board.out = board.out, []
+        for command in commands:
+            board.story.add("command", command)
+        return commands
+
+    def plan(self) -> StepPlan | None:
+        """The next step; None when there is nothing to do or ``lag`` + 1 steps are in flight."""
+        plan = planner.plan(self._board)
+        if plan is not None:
+            self._board.story.add("plan", plan)
+        return plan
+
+    def check(self) -> None:
+        """All invariants (see ``invariants``). Raises ``CoreDefect`` with the story."""
+        invariants.check(self._board)
+
+    def tell(self) -> str:
+        """The story so far."""
+        return self._board.story.tell()
+
+    def statistics(self) -> CoreStatistics:
+        board = self._board
+        counters: dict[str, Any] = {}
+        for field in dataclasses.fields(board.counters):
+            value = getattr(board.counters, field.name)
+            counters[field.name] = dict(value) if isinstance(value, Counter) else value
+        counters["lost_chunks"] = board.chunks.lost_chunks
+        turns = Counter(turn.state.value for turn in board.turns.values())
+        return CoreStatistics(
+            turns={state.value: turns[state.value] for state in TurnState if state is not TurnState.ENDED},
+            queue_length=len(board.queue),
+            steps_in_flight=len(board.steps),
+            pages=board.ledger.statistics(),
+            idle_pages=board.index.n_idle,
+            ram=board.chunks.book.statistics(),
+            staging=board.staging.statistics(),
+            chunks=len(board.chunks),
+            sessions=len(board.sessions),
+            transfers={kind.value: sum(t.kind is kind for t in board.transfers.values()) for kind in TransferKind},
+            counters=counters,
+            draining=board.drain_deadline is not None,
+            device_lost=bool(board.device_lost),
+        )
+
+    # turns
+
+    def _submit(self, event: ev.Submit) -> None:
+        admission.submit(self._board, event.spec)
+
+    def _cancel(self, event: ev.Cancel) -> None:
+        turn = self._board.turns.get(event.turn)
+        if turn is not None:
+            lifecycle.end(self._board, turn, event.reason)
+
+    def _blocked(self, event: ev.Blocked) -> None:
+        turn = self._board.turns.get(event.turn)
+        if turn is None or turn.blocked:
+            return
+        turn.blocked = True
+        if turn.running:
+            self._board.move(turn, TurnCause.BLOCKED)
+        elif turn.state is TurnState.QUEUED:
+            lifecycle.forget_want(self._board, turn)
+
+    def _unblocked(self, event: ev.Unblocked) -> None:
+        turn = self._board.turns.get(event.turn)
+        if turn is None or not turn.blocked:
+            return
+        turn.blocked = False
+        if turn.state is TurnState.PAUSED:
+            decoding = len(turn.ids) > turn.feed_end
+            self._board.move(turn, TurnCause.UNBLOCKED_DECODE if decoding else TurnCause.UNBLOCKED_PREFILL)
+        elif turn.state is TurnState.QUEUED:
+            lifecycle.remember_want(self._board, turn)
+
+    def _close_session(self, event: ev.CloseSession) -> None:
+        board = self._board
+        session = board.sessions.close(event.tenant, event.session)
+        if session is None:
+            return
+        for turn_id in sorted(session.turns):
+            lifecycle.end(board, board.turns[turn_id], EndReason.CANCELLED, "its session was closed")
+        for branch in session.branches:
+            root = board.index.roots.get(branch.secret)
+            if root is not None and not board.sessions.claimed(branch):
+                path = board.index.walk(root, branch.ids, branch.kv_len)
+                if path:
+                    lifecycle.demote(path[-1])
+
+    def _fork_session(self, event: ev.ForkSession) -> None:
+        parent = self._board.sessions.find(event.tenant, event.parent)
+        if parent is not None:
+            self._board.sessions.fork(parent, event.tenant, event.child)
+
+    # the device
+
+    def _step_done(self, event: ev.StepDone) -> None:
+        if not self._board.device_lost:
+            results.on_step_done(self._board, event.result)
+
+    def _device_failed(self, event: ev.DeviceFailed) -> None:
+        """Every turn ends, every page is worthless. RAM and disk stay; transfers with the device still answer."""
+        board = self._board
+        if board.device_lost:
+            return
+        board.device_lost = event.message or "the device is lost"
+        for record in board.steps:
+            board.ledger.unlease_all(record.leases)
+        board.steps.clear()
+        for turn in sorted(board.turns.values(), key=lambda t: t.order):
+            lifecycle.end(board, turn, EndReason.DEVICE_ERROR, event.message)
+        board.closes.clear()
+        while board.index.leaves:
+            board.remove_node(next(iter(board.index.leaves)))
+
+    def _transfer(self, event: Answer) -> Transfer:
+        transfer = self._board.transfers.get(event.transfer)
+        if transfer is None:
+            raise self._board.story.defect(f"an answer for transfer {event.transfer}, which is over: {event}")
+        return transfer
+
+    def _copy_done(self, event: ev.CopyDone) -> None:
+        transfer = self._transfer(event)
+        if transfer.kind is TransferKind.RESTORE:
+            restore.on_copy_done(self._board, transfer, event)
+        elif transfer.kind is TransferKind.SPILL:
+            spill.on_copy_done(self._board, transfer, event)
+        else:
+            persist.on_copy_done(self._board, transfer)
+
+    def _copy_failed(self, event: ev.CopyFailed) -> None:
+        transfer = self._transfer(event)
+        if transfer.kind is TransferKind.RESTORE:
+            self._requeue(restore.fail(self._board, transfer, "copy"))
+        elif transfer.kind is TransferKind.SPILL:
+            spill.on_copy_failed(self._board, transfer, event.message)
+        else:
+            persist.on_failed(self._board, transfer, "copy")
+
+    # the disk
+
+    def _read_done(self, event: ev.ReadDone) -> None:
+        self._requeue(restore.on_read_done(self._board, self._transfer(event), event))
+
+    def _read_failed(self, event: ev.ReadFailed) -> None:
+        self._board.counters.read_failures[event.reason] += 1
+        self._requeue(restore.fail(self._board, self._transfer(event), event.reason))
+
+    def _write_done(self, event: ev.WriteDone) -> None:
+        persist.on_write_done(self._board, self._transfer(event), event)
+
+    def _write_failed(self, event: ev.WriteFailed) -> None:
+        persist.on_failed(self._board, self._transfer(event), event.reason)
+
+    def _disk_gone(self, event: ev.DiskGone) -> None:
+        for key in event.keys:
+            chunk = self._board.chunks.get(key)
+            if chunk is not None:
+                self._board.chunks.set_on_disk(chunk, self._board.disk.has(key))
+
+    def _requeue(self, turns: list[Turn]) -> None:
+        for turn in turns:
+            lifecycle.requeue(self._board, turn, preempted=False)
+
+    # time
+
+    def _tick(self, event: ev.Tick) -> None:
+        """Nothing of its own: what time decides is looked at after every event."""
+
+    def _expire_restores(self) -> None:
+        for turn in self._board.rows.values():
+            if turn.restores and self._board.now >= turn.restore_until:
+                restore.cut_short(self._board, turn, 0, "deadline")
+
+    def _begin_drain(self, event: ev.BeginDrain) -> None:
+        drain.begin(self._board, event.deadline)

@@ -1,0 +1,305 @@
+"""What happens to a turn between its admission and its end: claims laid and given up, pages indexed, the record written."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from kvalet.runtime.plan import PageId, RowId
+from kvalet.sched import restore, spill
+from kvalet.sched.board import Board
+from kvalet.sched.commands import End, TouchDisk
+from kvalet.sched.matching import Match, resident_match
+from kvalet.sched.prefix import Node
+from kvalet.sched.session import Branch, Turn
+from kvalet.sched.states import TurnCause, TurnState
+from kvalet.sched.turns import Ended, EndReason, TurnReport
+
+
+def admit(board: Board, turn: Turn, match: Match, pages: list[PageId]) -> None:
+    """``turn`` leaves the queue with ``pages`` of its own, stands on what matched, and restores or starts to feed."""
+    board.queue.remove(turn)
+    board.index.pin(match.last)
+    turn.cursor = match.last
+    forget_want(board, turn)
+    turn.row = RowId(board.next_row)
+    board.next_row += 1
+    board.rows[turn.row] = turn
+    turn.admitted_at = board.now
+    turn.spare.extend(pages)
+    board.index.touch(match.last, board.now)
+    turn.resident_base = match.last.end
+    turn.tiers.clear()
+    _touch_disk(board, turn, match)
+    board.counters.prefix_query_tokens += len(turn.ids)
+    if match.sources:
+        board.move(turn, TurnCause.ADMITTED_TO_RESTORE)
+        restore.begin(board, turn, match)
+    else:
+        board.move(turn, TurnCause.ADMITTED)
+        start_feeding(board, turn)
+    spill.keep(board)
+
+
+def _touch_disk(board: Board, turn: Turn, match: Match) -> None:
+    """One recency for the whole chain on disk, whichever tier serves it; once per turn."""
+    if turn.prefilled_once or turn.preemptions:
+        return
+    keys = [node.chunk.key for node in match.path if node.chunk is not None and node.chunk.on_disk]
+    for source in match.sources:
+        if source.key is not None and (source.from_disk or (source.chunk is not None and source.chunk.on_disk)):
+            keys.append(source.key)
+        if source.chunk is not None:
+            source.chunk.last_use = board.now
+    if keys:
+        board.out.append(TouchDisk(tuple(keys)))
+
+
+def finish_restoring(board: Board, turn: Turn) -> None:
+    """Its last restore has joined, or its run was cut short."""
+    board.move(turn, TurnCause.RESTORED)
+    start_feeding(board, turn)
+    if turn.blocked:
+        board.move(turn, TurnCause.BLOCKED)
+
+
+def pages_wanted(board: Board, turn: Turn) -> int:
+    """Pages that a running turn needs for what it can be fed next."""
+    tokens = max(len(turn.ids), min(turn.fed + 1, turn.feeds_until))
+    return -(-tokens // board.config.page_tokens)
+
+
+def start_feeding(board: Board, turn: Turn) -> None:
+    """All that could be had is on the device: take the pages over, fix the source of a partial page, and begin to feed."""
+    ids = tuple(turn.ids)
+    limit = len(ids) - 1
+    assert turn.cursor is not None
+    root = turn.cursor.root
+    match = resident_match(board, root, ids, limit)
+    if match.partial is not None and not _can_copy(board, turn, match):
+        match = resident_match(board, root, ids, match.last.end)
+        match.partial = None
+    board.index.pin(match.last)
+    board.index.unpin(turn.cursor)
+    turn.cursor = match.last
+    turn.table = [node.page for node in match.path]
+    board.ledger.own_all(turn.table)
+    turn.kv_len = match.last.end
+    if match.partial is not None:
+        turn.source, turn.source_tokens = match.partial
+        board.index.pin(turn.source)
+        turn.kv_len += turn.source_tokens
+    turn.fed = turn.kv_len
+    turn.pending = turn.sent = turn.duplicates = 0
+    turn.opened = False
+    turn.feed_end = len(ids)
+    _give_back_surplus(board, turn)
+    _account(board, turn)
+
+
+def _can_copy(board: Board, turn: Turn, match: Match) -> bool:
+    """Pages for everything after the match are at hand (a restored partial page may have used up the reserve)."""
+    need = -(-len(turn.ids) // board.config.page_tokens) - len(match.path)
+    while len(turn.spare) < need:
+        page = board.ledger.take()
+        if page is None:
+            return False
+        turn.spare.append(page)
+    return True
+
+
+def _give_back_surplus(board: Board, turn: Turn) -> None:
+    """More may have matched than was reserved for: keep the prompt's pages and one of growth."""
+    need = -(-len(turn.ids) // board.config.page_tokens) + 1 - len(turn.table)
+    while len(turn.spare) > max(need, 0):
+        board.ledger.disown(turn.spare.pop())
+
+
+def _account(board: Board, turn: Turn) -> None:
+    """Fill the record: tiers on the first admission, what is done again on later ones."""
+    hit = turn.kv_len
+    board.counters.prefix_hit_tokens += hit
+    turn.prefill_from = board.now
+    if turn.tiers:
+        turn.restore_ms += (board.now - turn.restore_from) * 1e3
+    ram = disk = 0
+    at = min(turn.resident_base, hit)
+    for end, from_disk in turn.tiers:
+        n = max(0, min(end, hit) - at)
+        at += n
+        ram, disk = (ram, disk + n) if from_disk else (ram + n, disk)
+    resident = hit - ram - disk
+    if turn.prefilled_once:
+        again = max(0, min(turn.kv_high, len(turn.ids)) - resident)
+        turn.report = dataclasses.replace(turn.report, recomputed_tokens=turn.report.recomputed_tokens + again)
+        return
+    turn.prefilled_once = True
+    if turn.branch is not None:
+        had = min(turn.branch.kv_len, _shared(turn))
+        missing = had - hit - sum(turn.lost.values())
+        if missing > board.config.page_tokens:
+            turn.lost["evicted"] = missing
+    turn.report = dataclasses.replace(
+        turn.report, prompt_tokens=turn.n_prompt, computed_tokens=turn.n_prompt - hit, resident_tokens=resident,
+        ram_tokens=ram, disk_tokens=disk, queued_ms=(turn.admitted_at - turn.submitted_at) * 1e3,
+    )  # fmt: skip
+
+
+def _shared(turn: Turn) -> int:
+    diverged = turn.report.diverged_at
+    return diverged if diverged >= 0 else turn.n_prompt
+
+
+def index_computed(board: Board, turn: Turn, upto: int) -> None:
+    """Whole pages below position ``upto`` enter the index; a page whose ids are there already stays private."""
+    assert turn.cursor is not None
+    size = board.config.page_tokens
+    while turn.cursor.end + size <= upto:
+        at = turn.cursor.end
+        page = turn.table[at // size]
+        node = board.insert_page(turn.cursor, tuple(turn.ids[at : at + size]), page)
+        turn.duplicates += node.page != page
+        turn.cursor = board.index.step_down(node)
+
+
+def _index_all(board: Board, turn: Turn, upto: int) -> Node:
+    """As ``index_computed``, and the partial page at the end; the end is marked as a snapshot's. Returns the last node."""
+    index_computed(board, turn, upto)
+    assert turn.cursor is not None
+    size = board.config.page_tokens
+    last: Node = turn.cursor
+    rest = tuple(turn.ids[last.end : upto])
+    if rest and upto > last.end and len(turn.table) > last.end // size:
+        known = next((n for ids, n in last.children.items() if ids[: len(rest)] == rest), None)
+        exact = board.config.deterministic
+        if known is None or (exact and known.ids != rest):
+            known = board.insert_page(last, rest, turn.table[last.end // size])
+        last = known
+    if last.end == upto:
+        last.snapshot_end = True
+    board.index.touch(last, board.now)
+    return last
+
+
+def demote(leaf: Node) -> None:
+    """Nobody cares for these pages any more: back to where others share them they are the first to leave."""
+    at = leaf
+    while at.parent is not None and at.pins == 0 and len(at.children) <= (0 if at is leaf else 1):
+        at.last_use = 0.0
+        at = at.parent
+
+
+def release(board: Board, turn: Turn, upto: int) -> None:
+    """Give up every claim. Computed KV below ``upto`` stays cached in the index (of a slow reader as the first to leave);
+    what steps in flight may still touch is leased to them."""
+    restore.detach(board, turn)
+    if turn.cursor is None:
+        return
+    assert turn.row is not None
+    last = turn.cursor
+    if turn.state is not TurnState.RESTORING:
+        _drop_source(board, turn)
+        last = _index_all(board, turn, min(upto, turn.kv_len))
+    record = next((r for r in reversed(board.steps) if any(row[1] == turn.row for row in r.rows)), None)
+    if record is not None:
+        board.ledger.lease_all(turn.table)
+        record.leases.extend(turn.table)
+    root = turn.cursor.root
+    board.index.unpin(turn.cursor)
+    turn.cursor = None
+    if turn.blocked and last is not root:
+        demote(last)
+    board.ledger.disown_all(turn.table)
+    board.ledger.disown_all(turn.spare)
+    turn.table.clear()
+    turn.spare.clear()
+    if turn.opened:
+        board.closes.append(turn.row)
+    del board.rows[turn.row]
+    turn.row, turn.opened = None, False
+    turn.pending = 0
+    turn.kv_high = max(turn.kv_high, turn.kv_len)
+    turn.kv_len = turn.fed = 0
+
+
+def _drop_source(board: Board, turn: Turn) -> None:
+    """The partial page to copy was not copied yet: what it would have brought is not there."""
+    if turn.source is not None:
+        assert turn.cursor is not None
+        board.index.unpin(turn.source)
+        turn.source = None
+        turn.kv_len = turn.cursor.end
+
+
+def requeue(board: Board, turn: Turn, *, preempted: bool) -> None:
+    """Back to the queue, owning nothing. ``preempted``: it counts, and readmission becomes harder each time."""
+    release(board, turn, turn.kv_len)
+    board.move(turn, TurnCause.REQUEUED)
+    if preempted:
+        turn.preemptions += 1
+        turn.older_ended = False
+        board.counters.preemptions += 1
+    enqueue(board, turn)
+
+
+def enqueue(board: Board, turn: Turn) -> None:
+    board.queue.append(turn)
+    board.queue.sort(key=lambda t: t.order)
+    if not turn.blocked:
+        remember_want(board, turn)
+
+
+def remember_want(board: Board, turn: Turn) -> None:
+    """The policy ranks what a queued turn matches last; nothing is reserved."""
+    root = board.index.root(turn.spec.secret, turn.spec.tenant)
+    path = board.index.walk(root, tuple(turn.ids), len(turn.ids) - 1)
+    turn.want_node = path[-1] if path else root
+    turn.want_node.wanters.add(turn)
+    board.index.touch(turn.want_node, board.now)
+
+
+def forget_want(board: Board, turn: Turn) -> None:
+    node, turn.want_node = turn.want_node, None
+    if node is not None:
+        node.wanters.discard(turn)
+        board.index.prune(node.root)
+
+
+def end(board: Board, turn: Turn, reason: EndReason, message: str = "", reusable: int | None = None) -> None:
+    """The one end of an accepted turn. ``reusable``: tokens from position 0 that index and history may keep (all if None)."""
+    if turn.state is TurnState.QUEUED:
+        board.queue.remove(turn)
+        forget_want(board, turn)
+    keep = len(turn.ids) if reusable is None else reusable
+    fed_once = turn.state in (TurnState.PREFILLING, TurnState.DECODING, TurnState.PAUSED)
+    kv_len = min(keep, turn.kv_len)
+    release(board, turn, keep)
+    board.move(turn, TurnCause.END)
+    turn.session.turns.discard(turn.id)
+    del board.turns[turn.id]
+    if fed_once and kv_len >= turn.n_prompt and not board.device_lost:
+        decoded = (*turn.decoded, (turn.n_prompt, kv_len))
+        branch = Branch(tuple(turn.ids[:keep]), turn.n_prompt, kv_len, turn.spec.secret, decoded)
+        board.sessions.ended(turn.session, turn.replaces, branch)
+    for other in board.queue:
+        other.older_ended = other.older_ended or other.order > turn.order
+    board.counters.ended[reason.value] += 1
+    board.out.append(End(turn.id, Ended(reason, _report(board, turn), message)))
+
+
+def _report(board: Board, turn: Turn) -> TurnReport:
+    first = turn.first_token_at
+    return dataclasses.replace(
+        turn.report,
+        prompt_tokens=turn.n_prompt,
+        completion_tokens=turn.accepted,
+        preemptions=turn.preemptions,
+        bytes_from_ram=turn.bytes_from_ram,
+        bytes_from_disk=turn.bytes_from_disk,
+        read_ms=turn.read_ms,
+        verify_ms=turn.verify_ms,
+        copy_ms=turn.copy_ms,
+        restore_ms=turn.restore_ms,
+        prefill_ms=(first - turn.prefill_from) * 1e3 if first and turn.preemptions == 0 else turn.report.prefill_ms,
+        ttft_ms=(first - turn.submitted_at) * 1e3 if first else 0.0,
+        lost=dict(turn.lost),
+    )

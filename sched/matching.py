@@ -1,0 +1,234 @@
+"""The longest usable match of a turn's ids over device, RAM and disk. Looks only; changes and reserves nothing.
+
+A match is: whole pages on the device (``path``), then either a partial page on the device (``partial``) or chunks that
+must come from below (``sources``): whole chunks by key, and at the end at most one chunk of which a part is usable (a
+tail, or a chunk in RAM that goes another way). It never covers a turn's last known token, which must be fed to get an answer.
+
+Deterministic mode: the end of a match must be an exact snapshot end or a multiple of ``deterministic_piece``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from kvalet.sched.board import Board
+from kvalet.sched.chunks import Chunk
+from kvalet.sched.prefix import Node, Root
+from kvalet.sched.session import Turn
+from kvalet.sched.transfer_record import TailQuestion, Transfer
+from kvalet.store.ids import ChunkKey, TailRef
+
+MAX_TAIL_CANDIDATES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A chunk below the device that a turn can use the first ``n_tokens`` of (an upper bound for a ``question``).
+
+    ``first_page``: its pages before this one are on the device already. ``n_pages``: pages to copy from there on.
+    ``attach``: the live restore that is bringing it. ``exact``: all its ids match and it ends a snapshot.
+    """
+
+    start: int
+    n_tokens: int
+    first_page: int
+    n_pages: int
+    ids: tuple[int, ...] = ()
+    key: ChunkKey | None = None
+    chunk: Chunk | None = None
+    attach: Transfer | None = None
+    from_disk: bool = False
+    question: TailQuestion | None = None
+    exact: bool = False
+
+
+@dataclass(slots=True)
+class Match:
+    root: Root
+    path: list[Node]
+    partial: tuple[Node, int] | None = None
+    sources: list[Source] = field(default_factory=list)
+
+    @property
+    def last(self) -> Node:
+        return self.path[-1] if self.path else self.root
+
+    @property
+    def resident_tokens(self) -> int:
+        """Tokens usable from the device."""
+        return self.last.end + (self.partial[1] if self.partial else 0)
+
+
+def resident_match(board: Board, start: Node, ids: tuple[int, ...], limit: int) -> Match:
+    """What the device holds of ``ids`` beyond ``start``, cut to an allowed end (never before ``start`` in ordinary mode)."""
+    exact = board.config.deterministic
+    path = board.index.walk(start, ids, limit)
+    last = path[-1] if path else start
+    match = Match(start.root, path, board.index.best_partial(last, ids, limit, exact=exact))
+    if exact and match.partial is None:
+        while match.path and not _allowed(board, match.path[-1]):
+            match.path.pop()
+    return match
+
+
+def _allowed(board: Board, node: Node) -> bool:
+    return node.snapshot_end or node.end % board.config.deterministic_piece == 0
+
+
+def find_match(board: Board, turn: Turn) -> Match:
+    ids = tuple(turn.ids)
+    limit = len(ids) - 1
+    root = board.index.root(turn.spec.secret, turn.spec.tenant)
+    match = resident_match(board, root, ids, limit)
+    physical = board.index.walk(root, ids, limit)
+    sources = list(_sources(board, root, physical, ids, limit))
+    if board.config.deterministic:
+        sources = _cut_to_allowed(board, sources, limit)
+    if sources and _end(sources[-1], limit) > match.resident_tokens:
+        return Match(root, physical, None, sources)
+    return match
+
+
+def _end(source: Source, limit: int) -> int:
+    return min(source.start + source.n_tokens, limit)
+
+
+def _cut_to_allowed(board: Board, sources: list[Source], limit: int) -> list[Source]:
+    kept = list(sources)
+    while kept:
+        end = kept[-1].start + kept[-1].n_tokens
+        if end <= limit and (kept[-1].exact or end % board.config.deterministic_piece == 0):
+            break
+        kept.pop()
+    return kept
+
+
+def _sources(board: Board, root: Root, path: list[Node], ids: tuple[int, ...], limit: int) -> Iterator[Source]:
+    """Whole chunks in order from where the device ends, then at most one that is usable in part."""
+    size = board.config.chunk_tokens
+    resident = path[-1].end if path else 0
+    start = resident // size * size
+    parent = path[start // board.config.page_tokens - 1].chunk if start else None
+    parent_key = parent.key if parent else None
+    if start and parent is None:
+        raise board.story.defect(f"the whole chunk before token {start} is on the device but not in the chunk map")
+    while start + size <= len(ids) and min(start + size, limit) > resident:
+        source = _whole(board, root, parent_key, ids[start : start + size], start, resident)
+        if source is None:
+            break
+        yield source
+        if source.n_tokens < size:
+            return
+        start += size
+        parent_key = source.key
+    if start < limit:
+        partial = _in_part(board, root, parent_key, ids, start, resident, limit)
+        if partial is not None and partial.start + partial.n_tokens > resident:
+            yield partial
+
+
+def _whole(board: Board, root: Root, parent: ChunkKey | None, ids: tuple[int, ...], start: int, resident: int) -> Source | None:
+    page_tokens = board.config.page_tokens
+    key = board.chunks.key_after(root.secret, parent, ids)
+    chunk = board.chunks.get(key)
+    first_page = max(0, resident - start) // page_tokens
+    source = Source(start, len(ids), first_page, len(ids) // page_tokens - first_page, ids, key, chunk)
+    if chunk is not None and chunk.incoming is not None:
+        return _attached(board, source, chunk.incoming)
+    if chunk is not None and chunk.slot is not None:
+        return source
+    return replace(source, from_disk=True) if board.disk.has(key) else None
+
+
+def _attached(board: Board, source: Source, transfer: Transfer) -> Source | None:
+    """Join a restore under way, as far as it goes; None if it begins behind what this turn has."""
+    if transfer.first_page > source.first_page:
+        return None
+    end_page = transfer.first_page + len(transfer.pages)
+    n_tokens = min(source.n_tokens, end_page * board.config.page_tokens)
+    return replace(
+        source, n_tokens=n_tokens, n_pages=end_page - source.first_page, attach=transfer, from_disk=transfer.from_disk
+    )
+
+
+def _in_part(
+    board: Board, root: Root, parent: ChunkKey | None, ids: tuple[int, ...], start: int, resident: int, limit: int
+) -> Source | None:
+    """The best tail or diverging chunk after ``parent``: RAM's if it gains anything, else what the disk may have."""
+    exact = board.config.deterministic
+    want = ids[start : min(limit, start + board.config.chunk_tokens)]
+    first_page = max(0, resident - start) // board.config.page_tokens
+    parent_chunk = board.chunks.get(parent) if parent else None
+    best = None
+    if parent is None or parent_chunk is not None:
+        best = board.chunks.best_child(parent_chunk, root.secret, want, exact=exact)
+    disk = _tail_on_disk(board, root, parent, want, start, first_page)
+    if disk is not None and disk.key is not None and (best is None or disk.n_tokens > best[1]):
+        return disk
+    if best is not None and start + best[1] > resident:
+        chunk, shared = best
+        pages = -(-shared // board.config.page_tokens)
+        source = Source(
+            start, shared, first_page, pages - first_page, chunk.ids, chunk.key, chunk, exact=shared == len(chunk.ids)
+        )
+        return source if chunk.incoming is None else _attached(board, source, chunk.incoming)
+    return None if exact else disk
+
+
+def _tail_on_disk(
+    board: Board, root: Root, parent: ChunkKey | None, want: tuple[int, ...], start: int, first_page: int
+) -> Source | None:
+    """A stored tail by its exact key if one matches whole (the longest), else the question which of the stored ones shares
+    most, which only a reader can answer."""
+    refs = board.disk.tails(board.chunks.parent_bytes(parent))
+    exact: list[TailRef] = []
+    for ref in refs:
+        if ref.n_tokens <= len(want):
+            key = board.chunks.key_after(root.secret, parent, want[: ref.n_tokens])
+            if key.hex().startswith(ref.key_hex16):
+                exact.append(ref)
+    page_tokens = board.config.page_tokens
+    if exact:
+        n = max(ref.n_tokens for ref in exact)
+        key = board.chunks.key_after(root.secret, parent, want[:n])
+        chunk = board.chunks.get(key)
+        pages = -(-n // page_tokens) - first_page
+        source = Source(start, n, first_page, pages, want[:n], key, chunk, from_disk=True, exact=True)
+        return _attached(board, source, chunk.incoming) if chunk is not None and chunk.incoming else source
+    if not refs or not want:
+        return None
+    question = TailQuestion(
+        parent, root.secret, start // board.config.chunk_tokens, start, want, tuple(refs[:MAX_TAIL_CANDIDATES])
+    )
+    pages = -(-len(want) // page_tokens) - first_page
+    return Source(start, len(want), first_page, pages, from_disk=True, question=question) if pages > 0 else None
+
+
+def pages_needed(board: Board, turn: Turn, match: Match) -> int:
+    """Free pages to reserve: prompt and one page of growth, what the match saves taken off, 2^n more after n preemptions.
+
+    A partial page that is copied needs one page more while both exist; where the pool is too small for that the match gives
+    the partial page up (changing ``match``).
+    """
+    page_tokens = board.config.page_tokens
+    limit = len(turn.ids) - 1
+    want = -(-len(turn.ids) // page_tokens) + 1
+    if want + 1 > board.ledger.total and match.partial is not None:
+        _give_up_partial(board, match)
+    partial = match.partial is not None or (bool(match.sources) and _end(match.sources[-1], limit) % page_tokens > 0)
+    shared = len(match.path)
+    for source in match.sources:
+        if source.attach is not None:
+            shared += _end(source, limit) // page_tokens - source.start // page_tokens - source.first_page
+    want += 1 if partial and want + 1 <= board.ledger.total else 0
+    if turn.preemptions and not turn.older_ended:
+        want = max(want, min(want + 2 ** min(turn.preemptions, 16), board.ledger.total - partial))
+    return want - shared
+
+
+def _give_up_partial(board: Board, match: Match) -> None:
+    match.partial = None
+    if board.config.deterministic:
+        while match.path and not _allowed(board, match.path[-1]):
+            match.path.pop()

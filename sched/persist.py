@@ -1,0 +1,143 @@
+"""From RAM (and where need be from the device) to disk, so that the disk stays closed under ancestors.
+
+Before a chunk is written, every ancestor that the disk lacks is written, first chunk first. An ancestor that RAM holds is
+written from its slot; one that is only on the device is copied, without being evicted, into a staging slot and written from
+there: one such copy at a time. A child is only asked for when its parent is durable, so a failed write has no queued
+descendants to cancel; their RAM copies stay. After a failure nothing is written for ``RETRY_S``; RAM makes room otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+
+from kvalet.sched.board import Board
+from kvalet.sched.chunks import Chunk
+from kvalet.sched.commands import CopyOut, WriteChunk
+from kvalet.sched.events import WriteDone
+from kvalet.sched.policy import rank_chunk
+from kvalet.sched.spill import can_drain, pick_victim, unit_of
+from kvalet.sched.states import TransferCause
+from kvalet.sched.transfer_record import Transfer, TransferKind
+
+MAX_WRITES = 4
+RETRY_S = 1.0
+NOT_THE_DISKS_FAULT = frozenset({"cancelled", "ancestor"})
+
+
+def pump(board: Board) -> None:
+    """Start what writes are due: RAM below its low watermark of reclaimable slots, up to the high one; all of it while a
+    victim waits for a slot; nothing while the disk takes none."""
+    if not can_drain(board) or board.drain_deadline is not None:
+        return
+    if board.chunks.book.n_slots == 0:
+        _write_victim(board)
+        return
+    due = _due(board)
+    if due <= 0:
+        return
+    dirty = [c for c in board.chunks if c.slot is not None and not c.on_disk and c.outgoing is None]
+    for chunk in sorted(dirty, key=rank_chunk):
+        if due <= 0 or _writing(board) >= MAX_WRITES:
+            return
+        due -= toward_disk(board, chunk)
+
+
+def _writing(board: Board) -> int:
+    return sum(t.kind in (TransferKind.WRITE, TransferKind.PERSIST) for t in board.transfers.values())
+
+
+def _due(board: Board) -> int:
+    """How many more writes should be under way."""
+    config, book = board.config, board.chunks.book
+    reclaimable = book.free + sum(c.slot is not None and (c.on_disk or c.node is not None) for c in board.chunks)
+    low = max(1, math.ceil(config.ram_low_watermark * book.n_slots))
+    high = max(low, math.ceil(config.ram_high_watermark * book.n_slots))
+    if reclaimable < low or board.slot_wait_since is not None:
+        board.writing = True
+    elif reclaimable >= high:
+        board.writing = False
+    return high - reclaimable - _writing(board) if board.writing else 0
+
+
+def _write_victim(board: Board) -> None:
+    """Without a RAM tier a victim goes straight to disk through a staging slot, while somebody waits for its pages."""
+    if board.slot_wait_since is None:
+        return
+    unit = pick_victim(board)
+    if unit is not None:
+        toward_disk(board, board.chunks.link(unit.leaf, board.now))
+
+
+def toward_disk(board: Board, chunk: Chunk) -> bool:
+    """One step on the way of ``chunk`` to disk: its first ancestor (or itself) that the disk lacks. Whether one began."""
+    missing = chunk
+    while missing.parent is not None and not missing.parent.on_disk:
+        missing = missing.parent
+    if missing.on_disk or missing.outgoing is not None:
+        return False
+    if missing.slot is not None:
+        _write(board, missing)
+        return True
+    if missing.node is not None and not any(t.kind is TransferKind.PERSIST for t in board.transfers.values()):
+        return _copy_out(board, missing)
+    return False
+
+
+def _write(board: Board, chunk: Chunk) -> None:
+    assert chunk.slot is not None
+    transfer = board.start_transfer(TransferKind.WRITE, chunk)
+    board.chunks.book.hold(chunk.slot)
+    transfer.slot = chunk.slot
+    board.advance(transfer, TransferCause.WRITE)
+    board.out.append(WriteChunk(transfer.id, board.chunks.meta(chunk), chunk.slot))
+
+
+def _copy_out(board: Board, chunk: Chunk) -> bool:
+    assert chunk.node is not None
+    unit = unit_of(board, chunk.node)
+    if any(board.step_leases(page) for page in unit.pages):
+        return False
+    slot = board.take_staging_slot()
+    if slot is None:
+        return False
+    transfer = board.start_transfer(TransferKind.PERSIST, chunk)
+    transfer.slot, transfer.staging = slot, True
+    transfer.pages, transfer.n_pages = list(unit.pages), len(unit.pages)
+    board.ledger.lease_all(unit.pages)
+    board.advance(transfer, TransferCause.COPY)
+    board.out.append(CopyOut(transfer.id, unit.pages, slot))
+    return True
+
+
+def on_copy_done(board: Board, transfer: Transfer) -> None:
+    """The copy is in the staging slot: the pages are let go, the write begins."""
+    chunk = transfer.chunk
+    assert chunk is not None and transfer.slot is not None
+    board.free_pages(transfer)
+    board.advance(transfer, TransferCause.WRITE)
+    board.out.append(WriteChunk(transfer.id, board.chunks.meta(chunk), transfer.slot))
+
+
+def on_write_done(board: Board, transfer: Transfer, event: WriteDone) -> None:
+    chunk = transfer.chunk
+    assert chunk is not None
+    board.counters.written_chunks += 1
+    board.counters.written_bytes += event.n_bytes
+    board.chunks.set_on_disk(chunk, True)
+    board.finish_transfer(transfer, TransferCause.COMPLETE)
+
+
+def on_failed(board: Board, transfer: Transfer, reason: str) -> None:
+    """Not durable. RAM and device copies stay as they were."""
+    chunk = transfer.chunk
+    assert chunk is not None
+    board.counters.write_failures[reason] += 1
+    if reason == "ancestor":
+        at = chunk.parent
+        while at is not None:
+            board.chunks.set_on_disk(at, board.disk.has(at.key))
+            at = at.parent
+    if reason not in NOT_THE_DISKS_FAULT:
+        board.write_retry_at = board.now + RETRY_S
+        board.wake(board.write_retry_at)
+    board.finish_transfer(transfer, TransferCause.FAIL)

@@ -1,0 +1,52 @@
+"""What a finished step means: tokens accepted, pages indexed, turns ended."""
+
+from __future__ import annotations
+
+from kvalet.runtime.plan import EndedBy, RowResult, StepResult
+from kvalet.sched import lifecycle
+from kvalet.sched.board import Board
+from kvalet.sched.commands import Emit
+from kvalet.sched.session import Turn
+from kvalet.sched.states import TurnCause, TurnState
+from kvalet.sched.turns import EndReason, Piece
+
+END_REASONS = {
+    EndedBy.STOP: EndReason.STOP,
+    EndedBy.LENGTH: EndReason.LENGTH,
+    EndedBy.GRAMMAR: EndReason.GRAMMAR,
+}
+
+
+def on_step_done(board: Board, result: StepResult) -> None:
+    """Raises CoreDefect if the result is not that of the oldest step in flight, or lacks a live row."""
+    if not board.steps or board.steps[0].step != result.step:
+        raise board.story.defect(f"step {result.step} is done, in flight are {[r.step for r in board.steps]}")
+    record = board.steps.pop(0)
+    board.ledger.unlease_all(record.leases)
+    by_row = {row.row: row for row in result.rows}
+    for turn, row, start, n, sample in record.rows:
+        answer = by_row.get(row)
+        if turn.row != row:
+            board.counters.stale_results += answer is not None
+            continue
+        if answer is None or answer.kv_len != start + n:
+            raise board.story.defect(f"step {result.step} answers {answer} for {n} tokens from {start} of {turn}")
+        turn.pending -= sample
+        _advance(board, turn, answer)
+
+
+def _advance(board: Board, turn: Turn, answer: RowResult) -> None:
+    turn.kv_len = answer.kv_len
+    lifecycle.index_computed(board, turn, min(turn.kv_len, turn.n_prompt))
+    turn.ids.extend(answer.ids)
+    if answer.ids:
+        if not turn.first_token_at:
+            turn.first_token_at = board.now
+        if turn.state is TurnState.PREFILLING:
+            board.move(turn, TurnCause.SAMPLED)
+    if answer.ids or answer.text:
+        board.out.append(Emit(turn.id, Piece(answer.ids, answer.text, answer.logprobs)))
+    if answer.ended_by is not None:
+        reusable = turn.n_prompt + answer.reusable_ids if answer.reusable_ids >= 0 else len(turn.ids)
+        message = "the grammar allowed no token" if answer.ended_by is EndedBy.GRAMMAR else ""
+        lifecycle.end(board, turn, END_REASONS[answer.ended_by], message, reusable)

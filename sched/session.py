@@ -1,0 +1,273 @@
+"""Turns, the branches they extend, and the sessions that name them. Lengths are named by where the tokens are."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from itertools import islice
+
+from kvalet.runtime.plan import PageId, RowId, SamplingParams
+from kvalet.sched.prefix import Node, common_prefix
+from kvalet.sched.states import TurnState
+from kvalet.sched.transfer_record import Transfer
+from kvalet.sched.turns import TurnId, TurnReport, TurnSpec
+
+MAX_BRANCHES = 16
+"""Branches kept per session; the least recently used is forgotten (its KV stays cached until it is evicted)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """One line of history as its last turn left it.
+
+    ``ids``: prompt and reusable answer. ``boundary``: where that turn's prompt ended. ``kv_len``: how much of it had KV.
+    ``decoded``: position ranges [start, end) that decode steps computed, in order; an empty range marks a place where a
+    prefill piece ended all the same (deterministic mode cuts there again).
+    """
+
+    ids: tuple[int, ...]
+    boundary: int
+    kv_len: int
+    secret: bytes
+    decoded: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """``branches``: least recently used first. ``turns``: live turns. ``name`` "" = recognised by its prefix only."""
+
+    tenant: str
+    name: str
+    branches: list[Branch] = field(default_factory=list)
+    turns: set[TurnId] = field(default_factory=set)
+
+    def nearest(self, ids: tuple[int, ...], secret: bytes) -> tuple[Branch, int] | None:
+        """The branch that shares most ids with ``ids``, and how many; the most recent of equals."""
+        best: tuple[Branch, int] | None = None
+        for branch in reversed(self.branches):
+            if branch.secret == secret:
+                shared = common_prefix(branch.ids, ids)
+                if best is None or shared > best[1]:
+                    best = (branch, shared)
+        return best
+
+    def extend(self, old: Branch | None, new: Branch) -> None:
+        """``new`` takes the place of ``old`` (if it still stands there) and is the most recent."""
+        if old in self.branches:
+            self.branches.remove(old)
+        self.branches.append(new)
+        del self.branches[:-MAX_BRANCHES]
+
+
+@dataclass(slots=True, eq=False)
+class Turn:
+    """One accepted request until its end.
+
+    ``ids``: the prompt and the accepted tokens. ``kv_len``: positions whose KV completed steps wrote. ``fed``: positions in
+    completed or planned steps. ``pending``: planned steps whose sampled token is not known yet. ``feed_end``: known tokens
+    to feed at this admission before it decodes again. ``table``: pages by position; ``sent``: how many of them the engine
+    knows. ``spare``: owned pages not in the table yet. ``cursor``: the deepest index node it stands on (pinned; not None
+    exactly while admitted). ``source``: a partial page to copy before the first step (pinned), of which ``source_tokens`` count.
+    """
+
+    spec: TurnSpec
+    session: Session
+    params: SamplingParams
+    submitted_at: float
+    ids: list[int]
+    state: TurnState = TurnState.QUEUED
+    branch: Branch | None = None
+    """The line of history nearest to the prompt; ``replaces``: the same, if the prompt goes on from its boundary."""
+    replaces: Branch | None = None
+    decoded: list[tuple[int, int]] = field(default_factory=list)
+    # progress
+    kv_len: int = 0
+    fed: int = 0
+    pending: int = 0
+    feed_end: int = 0
+    kv_high: int = 0
+    # claims
+    row: RowId | None = None
+    opened: bool = False
+    table: list[PageId] = field(default_factory=list)
+    sent: int = 0
+    spare: deque[PageId] = field(default_factory=deque)
+    cursor: Node | None = None
+    source: Node | None = None
+    source_tokens: int = 0
+    restores: list[Transfer] = field(default_factory=list)
+    duplicates: int = 0
+    """Pages of the table that are private although the index has their ids: given back by a readmission."""
+    # waiting
+    blocked: bool = False
+    want_node: Node | None = None
+    passed: int = 0
+    preemptions: int = 0
+    older_ended: bool = False
+    restore_until: float = 0.0
+    # record
+    report: TurnReport = field(default_factory=TurnReport)
+    lost: dict[str, int] = field(default_factory=dict)
+    admitted_at: float = 0.0
+    restore_from: float = 0.0
+    prefill_from: float = 0.0
+    first_token_at: float = 0.0
+    resident_base: int = 0
+    """Whole-page tokens found on the device at this admission; ``tiers``: (end, from disk) of what was restored after them."""
+    tiers: list[tuple[int, bool]] = field(default_factory=list)
+    read_ms: float = 0.0
+    verify_ms: float = 0.0
+    copy_ms: float = 0.0
+    bytes_from_ram: int = 0
+    bytes_from_disk: int = 0
+    restore_ms: float = 0.0
+    prefilled_once: bool = False
+
+    def __repr__(self) -> str:
+        return (
+            f"Turn({self.id}, {self.state.value}, row={self.row}, prompt={self.n_prompt}, ids={len(self.ids)}, kv={self.kv_len}, "
+            f"fed={self.fed}, pending={self.pending}, table={self.table}, spare={list(self.spare)}, restores={len(self.restores)})"
+        )
+
+    @property
+    def id(self) -> TurnId:
+        return self.spec.turn
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Smaller goes first: higher class, then older."""
+        return (-self.spec.priority, self.spec.turn)
+
+    @property
+    def n_prompt(self) -> int:
+        return len(self.spec.prompt)
+
+    @property
+    def max_tokens(self) -> int:
+        """As asked for, or what context and pool allow."""
+        return self.params.max_tokens
+
+    @property
+    def accepted(self) -> int:
+        return len(self.ids) - self.n_prompt
+
+    @property
+    def ahead(self) -> int:
+        """Tokens that can be fed now: known ones, and with ``lag`` 1 the one still on the device."""
+        if self.accepted + self.pending >= self.max_tokens:
+            return 0
+        return len(self.ids) + self.pending - self.fed
+
+    @property
+    def feeds_until(self) -> int:
+        """No position at or beyond this is ever fed: the last accepted token never is."""
+        return self.n_prompt + self.max_tokens - 1
+
+    @property
+    def running(self) -> bool:
+        return self.state in (TurnState.PREFILLING, TurnState.DECODING)
+
+    @property
+    def admitted(self) -> bool:
+        return self.cursor is not None
+
+    @property
+    def n_pages(self) -> int:
+        return len(self.table) + len(self.spare)
+
+
+class SessionBook:
+    """Open sessions, least recently used first. Bound: ``max_sessions``; beyond it the least recently used session without
+    live turns is forgotten, and if all have some, ``open`` answers None."""
+
+    def __init__(self, max_sessions: int) -> None:
+        self._max = max_sessions
+        self._named: dict[tuple[str, str], Session] = {}
+        self._nameless: dict[int, Session] = {}
+        self._by_prefix: dict[tuple[bytes, int, int], Session] = {}
+        self._lengths: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._named) + len(self._nameless)
+
+    def open(self, spec: TurnSpec) -> Session | None:
+        """The session of this request: by name, else by the longest boundary that its ids begin with, else a new one."""
+        if spec.session:
+            found = self._named.pop((spec.tenant, spec.session), None)
+            if found is None and not self._make_room():
+                return None
+            session = self._named[(spec.tenant, spec.session)] = found or Session(spec.tenant, spec.session)
+            return session
+        session_or_none = self._recognise(spec)
+        if session_or_none is None:
+            if not self._make_room():
+                return None
+            session_or_none = Session(spec.tenant, "")
+        else:
+            del self._nameless[id(session_or_none)]
+        self._nameless[id(session_or_none)] = session_or_none
+        return session_or_none
+
+    def find(self, tenant: str, name: str) -> Session | None:
+        return self._named.get((tenant, name))
+
+    def close(self, tenant: str, name: str) -> Session | None:
+        return self._named.pop((tenant, name), None)
+
+    def fork(self, parent: Session, tenant: str, child: str) -> bool:
+        """``child`` gets all branches of ``parent``; False if there is no room. An existing child gains them."""
+        session = self._named.get((tenant, child))
+        if session is None:
+            if not self._make_room():
+                return False
+            session = self._named[(tenant, child)] = Session(tenant, child)
+        for branch in parent.branches:
+            session.extend(branch, branch)
+        return True
+
+    def ended(self, session: Session, old: Branch | None, new: Branch) -> None:
+        """A turn of ``session`` has ended and left ``new`` behind."""
+        if not session.name:
+            self._forget_prefixes(session)
+        session.extend(old, new)
+        if not session.name and id(session) in self._nameless:
+            for branch in session.branches:
+                key = (branch.secret, branch.boundary, hash(branch.ids[: branch.boundary]))
+                self._by_prefix[key] = session
+                self._lengths[branch.boundary] = self._lengths.get(branch.boundary, 0) + 1
+
+    def _recognise(self, spec: TurnSpec) -> Session | None:
+        for length in sorted((n for n in self._lengths if n <= len(spec.prompt)), reverse=True):
+            session = self._by_prefix.get((spec.secret, length, hash(spec.prompt[:length])))
+            if session and any(b.boundary == length and b.ids[:length] == spec.prompt[:length] for b in session.branches):
+                return session
+        return None
+
+    def claimed(self, branch: Branch) -> bool:
+        """Some open session still has this branch. O(sessions)."""
+        return any(branch in s.branches for s in (*self._named.values(), *self._nameless.values()))
+
+    def _make_room(self) -> bool:
+        if len(self) < self._max:
+            return True
+        for key, session in islice(self._named.items(), self._max):
+            if not session.turns:
+                del self._named[key]
+                return True
+        for number, session in self._nameless.items():
+            if not session.turns:
+                self._forget_prefixes(session)
+                del self._nameless[number]
+                return True
+        return False
+
+    def _forget_prefixes(self, session: Session) -> None:
+        for branch in session.branches:
+            key = (branch.secret, branch.boundary, hash(branch.ids[: branch.boundary]))
+            if self._by_prefix.get(key) is session:
+                del self._by_prefix[key]
+            left = self._lengths.get(branch.boundary, 0) - 1
+            if left > 0:
+                self._lengths[branch.boundary] = left
+            else:
+                self._lengths.pop(branch.boundary, None)

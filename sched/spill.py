@@ -1,0 +1,232 @@
+"""Making room: pages out of the device at eviction time, and slots out of RAM.
+
+A victim is a leaf of the page index that nobody stands on. With it go the pages before it, back to the start of its
+chunk, as far as nobody else uses them; what is copied is always the whole chunk (or the whole tail) up to the leaf. If RAM
+or disk cover those ids already, nothing is copied.
+
+RAM gives a slot by: a free one; the lowest-ranked chunk that a copy below or above covers; and where RAM cannot drain (no
+disk that takes writes) the lowest-ranked chunk of all, if it ranks below the victim. Otherwise the victim waits for the
+disk, and is dropped after ``slot_wait_s`` if somebody needs its pages (tokens are kept, the KV is computed again).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from kvalet.runtime.plan import PageId, SlotId
+from kvalet.sched.board import Board
+from kvalet.sched.chunks import Chunk
+from kvalet.sched.commands import CopyOut
+from kvalet.sched.events import CopyDone
+from kvalet.sched.policy import Rank, rank_chunk, rank_pages
+from kvalet.sched.prefix import Node
+from kvalet.sched.states import TransferCause, TransferState
+from kvalet.sched.transfer_record import Transfer, TransferKind
+
+MAX_COPY_FAILURES = 3
+"""After so many failed copies of one chunk in a row it counts as a victim without a slot."""
+
+
+class NoSlot(Enum):
+    WAIT = auto()
+    """RAM is full of what only the disk can take, and it is taking."""
+    NEVER = auto()
+    """No RAM tier, or the victim ranks below all that RAM holds and RAM cannot drain."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """What leaves the device together. ``nodes``: deepest first. ``pages``: all from the chunk's start to the leaf."""
+
+    leaf: Node
+    nodes: tuple[Node, ...]
+    pages: tuple[PageId, ...]
+    ids: tuple[int, ...]
+    parent: Chunk | None
+    rank: Rank
+
+
+def unit_of(board: Board, leaf: Node) -> Unit:
+    start = (leaf.end - 1) // board.config.chunk_tokens * board.config.chunk_tokens
+    removable: list[Node] = []
+    path: list[Node] = []
+    at = leaf
+    alone = True
+    while at.end > start:
+        alone = alone and at.pins == 0 and len(at.children) == (0 if at is leaf else 1) and (at is leaf or not at.wanters)
+        if alone:
+            removable.append(at)
+        path.append(at)
+        assert at.parent is not None
+        at = at.parent
+    wanted = any(node.wanters for node in removable)
+    pages = tuple(node.page for node in reversed(path))
+    ids = tuple(i for node in reversed(path) for i in node.ids)
+    return Unit(leaf, tuple(removable), pages, ids, at.chunk, rank_pages(leaf, wanted=wanted))
+
+
+def pick_victim(board: Board) -> Unit | None:
+    """The lowest-ranked leaf that can leave now: nobody stands on it, no transfer works on it, no step touches it."""
+    best: Node | None = None
+    best_rank: Rank | None = None
+    for leaf in board.index.leaves:
+        if leaf.pins or (leaf.chunk is not None and leaf.chunk.outgoing is not None):
+            continue
+        rank = rank_pages(leaf, wanted=bool(leaf.wanters))
+        if (best_rank is None or rank < best_rank) and not board.step_leases(leaf.page):
+            best, best_rank = leaf, rank
+    return None if best is None else unit_of(board, best)
+
+
+def coming_free(board: Board) -> int:
+    """Pages that come free without any further decision: leases about to end, spills under way."""
+    restoring = sum(len(t.pages) for t in board.transfers.values() if t.kind is TransferKind.RESTORE and not t.abandoned)
+    return board.ledger.leased_only - restoring + sum(t.frees for t in board.transfers.values())
+
+
+def make_room(board: Board, wanted: int, *, urgent: bool) -> None:
+    """Evict until ``wanted`` pages are free or coming free. ``urgent``: somebody waits for them, so that victims which find
+    no slot in time are dropped; else they stay."""
+    waited = False
+    while board.ledger.free + coming_free(board) < wanted:
+        unit = pick_victim(board)
+        if unit is None:
+            break
+        if board.chunks.covered(unit.parent, unit.leaf.root.secret, unit.ids):
+            board.counters.evicted_clean_pages += len(unit.nodes)
+            _remove(board, unit)
+            continue
+        slot = _slot_for(board, unit)
+        if not isinstance(slot, NoSlot):
+            _start_spill(board, unit, slot)
+            board.slot_wait_since = None
+        elif not urgent:
+            break
+        elif slot is NoSlot.NEVER or _waited_enough(board):
+            board.counters.dropped_chunks += 1
+            board.counters.dropped_pages += len(unit.nodes)
+            _remove(board, unit)
+            waited = waited or slot is NoSlot.WAIT
+        else:
+            return
+    if not waited:
+        board.slot_wait_since = None
+
+
+def _waited_enough(board: Board) -> bool:
+    if board.slot_wait_since is None:
+        board.slot_wait_since = board.now
+        board.wake(board.now + board.config.slot_wait_s)
+    return board.now >= board.slot_wait_since + board.config.slot_wait_s
+
+
+def _remove(board: Board, unit: Unit) -> None:
+    for node in unit.nodes:
+        board.remove_node(node)
+
+
+def _slot_for(board: Board, unit: Unit) -> SlotId | NoSlot:
+    chunk = unit.leaf.chunk
+    if board.chunks.book.n_slots == 0:
+        return NoSlot.WAIT if can_drain(board) else NoSlot.NEVER
+    if chunk is not None and chunk.copy_failures >= MAX_COPY_FAILURES:
+        return NoSlot.NEVER
+    slot = board.take_ram_slot()
+    if slot is not None:
+        return slot
+    victim = _reclaimable(board)
+    if victim is None and not can_drain(board):
+        victim = _lowest(board)
+        if victim is None:
+            return NoSlot.WAIT
+        if rank_chunk(victim) >= unit.rank:
+            return NoSlot.NEVER
+        board.counters.ram_dropped_chunks += 1
+    if victim is None:
+        return NoSlot.WAIT
+    board.chunks.drop_slot(victim)
+    slot = board.take_ram_slot()
+    if slot is None:
+        raise board.story.defect(f"no slot is free after {victim} gave up its own")
+    return slot
+
+
+def can_drain(board: Board) -> bool:
+    """The disk takes writes, as far as is known."""
+    return board.disk.accepts_writes() and board.now >= board.write_retry_at
+
+
+def _unheld(board: Board) -> list[Chunk]:
+    book = board.chunks.book
+    return [chunk for chunk in board.chunks if chunk.slot is not None and book.holders(chunk.slot) == 0]
+
+
+def _reclaimable(board: Board) -> Chunk | None:
+    """The lowest-ranked chunk in RAM that has a copy on disk, else one on the device; that nobody uses."""
+    clean = [chunk for chunk in _unheld(board) if chunk.on_disk or chunk.node is not None]
+    return min(clean, key=lambda chunk: (not chunk.on_disk, rank_chunk(chunk)), default=None)
+
+
+def _lowest(board: Board) -> Chunk | None:
+    return min(_unheld(board), key=rank_chunk, default=None)
+
+
+def _start_spill(board: Board, unit: Unit, slot: SlotId) -> None:
+    chunk = board.chunks.link(unit.leaf, board.now)
+    chunk.last_use = unit.leaf.last_use
+    transfer = board.start_transfer(TransferKind.SPILL, chunk)
+    transfer.slot = slot
+    transfer.pages = list(unit.pages)
+    transfer.n_pages = len(unit.pages)
+    transfer.frees = len(unit.nodes)
+    board.ledger.lease_all(unit.pages)
+    board.advance(transfer, TransferCause.COPY)
+    board.out.append(CopyOut(transfer.id, unit.pages, slot))
+
+
+def keep(board: Board) -> None:
+    """Turns have been admitted: spills of what they stand on are not wanted any more."""
+    for transfer in board.transfers.values():
+        if transfer.kind is not TransferKind.SPILL or transfer.frees == 0 or transfer.chunk is None:
+            continue
+        node = transfer.chunk.node
+        if node is not None and node.pins and transfer.state is TransferState.COPYING:
+            transfer.frees = 0
+            board.counters.cancelled_spills += 1
+            board.cancel_transfer(transfer)
+
+
+def on_copy_done(board: Board, transfer: Transfer, event: CopyDone) -> None:
+    """The bytes are in RAM. The pages leave, unless somebody stands on them again; then the copy is a clean one."""
+    chunk = transfer.chunk
+    assert chunk is not None and transfer.slot is not None
+    chunk.copy_failures = 0
+    if chunk.slot is None and chunk.exists:
+        board.chunks.fill(chunk, transfer.slot)
+        board.counters.spilled_chunks += 1
+        board.counters.spilled_pages += transfer.n_pages
+        _drop_shorter_tails(board, chunk)
+    node = chunk.node
+    chunk.outgoing = None
+    if node is not None and not node.children and node.pins == 0:
+        _remove(board, unit_of(board, node))
+    board.finish_transfer(transfer, TransferCause.COMPLETE)
+
+
+def on_copy_failed(board: Board, transfer: Transfer, message: str) -> None:
+    """The pages stay where they are."""
+    if transfer.chunk is not None and message != "cancelled":
+        transfer.chunk.copy_failures += 1
+        board.counters.copy_failures += 1
+    board.finish_transfer(transfer, TransferCause.FAIL)
+
+
+def _drop_shorter_tails(board: Board, chunk: Chunk) -> None:
+    """Tails in RAM that ``chunk`` begins with are of no more use (deterministic mode asks for exact ends and keeps them)."""
+    if board.config.deterministic:
+        return
+    for other in list(board.chunks.children_of(chunk.parent, chunk.secret).values()):
+        unused = other.slot is not None and board.chunks.book.holders(other.slot) == 0
+        if other is not chunk and unused and len(other.ids) < len(chunk.ids) and chunk.ids[: len(other.ids)] == other.ids:
+            board.chunks.drop_slot(other)
