@@ -33,9 +33,9 @@ class _Automaton:
         self.matched = 0
 
     def feed(self, character: str) -> int:
-        """Characters at the end of what was fed that are the beginning of the pattern."""
+        """Characters at the end of what was fed that are the beginning of the pattern. Not to be fed after a whole match."""
         matched = self.matched
-        while matched and (matched == len(self.pattern) or self.pattern[matched] != character):
+        while matched and self.pattern[matched] != character:
             matched = self.fallbacks[matched]
         if self.pattern[matched] == character:
             matched += 1

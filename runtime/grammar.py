@@ -8,6 +8,7 @@ matcher's mask with "end of turn allowed", which would make broken output look f
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
@@ -215,5 +216,5 @@ def _source(spec: GrammarSpec) -> str:
 
 
 def _first_lines(message: str) -> str:
-    """An error of llguidance without its dump of the parser's state."""
-    return message.split("\n<state>")[0].strip()[:500]
+    """An error of llguidance without its dump of the parser's state ("<state>", "<non-verbose/>")."""
+    return re.split(r"\n<(?:state|non-verbose)", message)[0].strip()[:500]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,15 @@ TOOL = {
     "required": ["city", "unit"],
     "additionalProperties": False,
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Rows of 49k are too small for several threads, which would only wait for each other on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -98,14 +108,17 @@ def test_what_cannot_be_enforced_is_refused_with_its_place(cache: GrammarCache, 
         (GrammarSpec("regex", "a(?=b)"), "look-around"),
         (GrammarSpec("lark", 'start: "a" foo'), "unknown name"),
         (GrammarSpec("lark", ""), "Empty grammar"),
+        (GrammarSpec("lark", "start: a\na: a"), "no text satisfies it"),
+        (GrammarSpec("lark", r"start: /[^\s\S]/"), "no text satisfies it"),
         (GrammarSpec("ebnf", "x"), "kind 'ebnf'"),
         (GrammarSpec("regex", "a" * (MAX_GRAMMAR_BYTES + 1)), "longer than"),
         (GrammarSpec("json_schema", '{"items":' * 200 + "{}" + "}" * 200), "recursion|nested"),
     ],
 )
 def test_other_faults_are_clear_errors(cache: GrammarCache, spec: GrammarSpec, reason: str) -> None:
-    with pytest.raises(GrammarError, match=reason):
+    with pytest.raises(GrammarError, match=reason) as caught:
         cache.compile(spec)
+    assert "<" not in str(caught.value)
 
 
 ENFORCED: list[dict[str, Any]] = [
@@ -126,10 +139,10 @@ def generate(text: TextContext, params: SamplingParams, seed: int) -> tuple[str,
     """A row over random logits at temperature 1: the worst model there is. Ends of turn and closing marks are likely enough
     that it gets to an end."""
     row = RowState(RowOpen(RowId(1), (1,), 1, 0, (), params), text)
-    generator = torch.Generator().manual_seed(seed)
+    rng = np.random.default_rng(seed)
     out = ""
     while row.ended is None:
-        logits = torch.randn(1, text.vocab_size, generator=generator)
+        logits = torch.from_numpy(rng.standard_normal((1, text.vocab_size), dtype=np.float32))
         logits[0, [2, 1, 92, 77, 18]] += 9.0
         (choice,) = sample(logits, [row.sampling()])
         out += row.accept(choice.token_id, choice.logprob).text

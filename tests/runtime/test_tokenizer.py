@@ -91,8 +91,12 @@ def test_encode_and_decode_are_inverse(tokenizer: Tokenizer, text: str) -> None:
     assert ids == tokenizer.encode(text, allow_special=True) == tokenizer.fast.encode(text).ids
 
 
-def test_digits_are_single_tokens(tokenizer: Tokenizer) -> None:
-    assert [tokenizer.token_text(i) for i in tokenizer.encode("2026", allow_special=False)] == ["2", "0", "2", "6"]
+def test_digits_are_single_tokens() -> None:
+    """Each digit is a piece of its own before BPE: no merge joins it to a neighbour, not even to the space before it."""
+    tokens = ("a", "1", "2", "Ġ", "12", "Ġ1", "Ġa")
+    arrays = TokenizerArrays("gpt2", "smollm", tokens, (NORMAL,) * 7, ("1 2", "Ġ 1", "Ġ a"))
+    assert build_tokenizer(arrays).encode("12 1 a", allow_special=False) == [1, 2, 3, 1, 6]
+    assert build_tokenizer(replace(arrays, pre="gpt-2")).encode("12 1 a", allow_special=False) == [4, 5, 6]
 
 
 def test_parts_keep_user_text_out_of_the_template(tokenizer: Tokenizer) -> None:
