@@ -80,7 +80,7 @@ def admit_write(state: StoreState, job: int, meta: ChunkMeta, slot: memoryview, 
         return
     entry = state.books.entry(index_key)
     present = (entry is not None and not entry.unusable) or (flying is not None and flying.stage is Stage.DURABLE)
-    if present and not state.closed:
+    if present and not state.closed and state.config.cap_bytes:
         state.books.learn(index_key, bytes(meta.key), bytes(meta.parent))
         state.answer(done, WriteOver(job, "", skipped=True))
         return

@@ -60,7 +60,7 @@ def run_with(tmp_path: Path, fault: Fault, number: int) -> int:
 @pytest.mark.parametrize(("op", "code", "sticky"), CASES)
 def test_sweep(tmp_path: Path, op: str, code: int, sticky: bool) -> None:
     fired = 0
-    for nth in range(1, 200):
+    for nth in (*range(1, 25), *range(25, 200, 3)):
         if not run_with(tmp_path, Fault(op, nth, code=code, sticky=sticky), nth):
             break
         fired += 1
