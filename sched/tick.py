@@ -31,7 +31,8 @@ from kvalet.sched.wakeups import Wakeups
 log = logging.getLogger(__name__)
 
 MAX_POSTINGS_PER_TICK = 256
-"""Then the loop gets its turn before the next tick."""
+MAX_TICK_S = 0.002
+"""After so many postings, or so long, the loop gets its turn before the next tick; one posting is never cut short."""
 CHECK_INTERVAL_S = 1.0
 """The core checks itself when nothing runs: at most this often, and at most 1 % of the time."""
 
@@ -152,7 +153,7 @@ class Ticker:
         began = time.perf_counter()
         self.inbox.begin()
         try:
-            self._take_postings()
+            self._take_postings(began + MAX_TICK_S)
             self._plan_steps()
         except Exception as error:  # noqa: BLE001 - the scheduler's boundary: whatever it was, the turns must end
             self._violated(error)
@@ -164,7 +165,7 @@ class Ticker:
             self._ticked.set()
         self._stats.tick_ms.add((time.perf_counter() - began) * 1e3)
 
-    def _take_postings(self) -> None:
+    def _take_postings(self, until: float) -> None:
         for _ in range(MAX_POSTINGS_PER_TICK):
             posting = self.inbox.take()
             if posting is None:
@@ -175,6 +176,8 @@ class Ticker:
                 self._stats.events += 1
                 for command in self._core.handle(event):
                     self._actions[type(command)](command, self._latest)
+            if time.perf_counter() >= until:
+                return
 
     def _plan_steps(self) -> None:
         if self.retired or self.device_lost is not None:

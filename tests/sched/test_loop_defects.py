@@ -159,23 +159,26 @@ async def test_a_failed_engine_ends_turns_and_lets_the_core_save_what_it_can() -
     assert lost == ["RuntimeError: device lost"]
 
 
-async def test_more_events_than_a_tick_takes_leave_room_for_the_loop() -> None:
+@pytest.mark.parametrize("bound", ["postings", "time"])
+async def test_more_events_than_a_tick_takes_leave_room_for_the_loop(bound: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tick, "MAX_POSTINGS_PER_TICK", 10 if bound == "postings" else 1000)
+    monkeypatch.setattr(tick, "MAX_TICK_S", 60.0 if bound == "postings" else 0.0)
     core = Script()
     in_between = 0
 
     def between() -> None:
         nonlocal in_between
         in_between += 1
-        if len(core.seen) < 4 * tick.MAX_POSTINGS_PER_TICK:
+        if len(core.seen) < 100:
             asyncio.get_running_loop().call_soon(between)
 
     async with running(core) as scheduler:
-        for i in range(4 * tick.MAX_POSTINGS_PER_TICK):
+        for i in range(100):
             scheduler.close_session(str(i))
         between()
-        while len(core.seen) < 4 * tick.MAX_POSTINGS_PER_TICK:
+        while len(core.seen) < 100:
             await anyio.lowlevel.checkpoint()
-        assert in_between >= 4
+        assert in_between >= (10 if bound == "postings" else 100)
 
 
 async def test_times_never_run_backwards() -> None:
