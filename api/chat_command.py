@@ -74,8 +74,8 @@ class Client:
         headers = {"content-type": "application/json", "x-session-id": self.session}
         if self.key:
             headers["authorization"] = f"Bearer {self.key}"
-        request = urllib.request.Request(self.url + path, data=body, headers=headers)
         try:
+            request = urllib.request.Request(self.url + path, data=body, headers=headers)
             reply = urllib.request.urlopen(request, timeout=TIMEOUT_S)
         except urllib.error.HTTPError as error:
             raise ChatError(server_message(error)) from None

@@ -27,18 +27,28 @@ SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 
 
 
 class EngineCollector(Collector):
-    """The engine's statistics at the moment of the scrape."""
+    """The engine's statistics at the moment of the scrape. A counter that would fall (a defect elsewhere) stays where it was:
+    whoever reads it takes a fall for a restart. As many values are remembered as there are series."""
 
     def __init__(self, engine: TurnEnginePort) -> None:
         self._engine = engine
+        self._highest: dict[tuple[str, tuple[str, ...]], float] = {}
 
     def collect(self) -> Iterable[Metric]:
         # A defect in a figure must not take the whole page, which others need to see that something is wrong.
         try:
-            return list(engine_families(self._engine.statistics(), self._engine.model))
+            return [self._held(family) for family in engine_families(self._engine.statistics(), self._engine.model)]
         except Exception:
             LOGGER.exception("the engine's figures are missing from this scrape")
             return []
+
+    def _held(self, family: Metric) -> Metric:
+        if family.type == "counter":
+            for index, sample in enumerate(family.samples):
+                key = (sample.name, tuple(sample.labels.values()))
+                self._highest[key] = max(sample.value, self._highest.get(key, 0.0))
+                family.samples[index] = sample._replace(value=self._highest[key])
+        return family
 
 
 class ServerMetrics:

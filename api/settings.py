@@ -7,6 +7,7 @@ themselves. An unknown key or a bad value stops the start; the sentence names ke
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -91,7 +92,7 @@ class ServeSettings(BaseSettings):
     queue_limit: int = Field(ENGINE.queue_limit, ge=1, le=1_000_000, description="turns that may wait; more get 429")
     max_sessions: int = Field(ENGINE.max_sessions, ge=1, le=10_000_000, description="session names that are remembered")
     threads: int = Field(ENGINE.threads, ge=0, le=1024, description="threads of the arithmetic, 0 = choose")
-    lag: Literal[-1, 0, 1] = Field(-1, description="steps planned ahead, -1 = the device's default")
+    lag: int = Field(ENGINE.lag, ge=-1, le=1, description="steps planned ahead, -1 = the device's default")
     deterministic: bool = Field(ENGINE.deterministic, description="same bits whatever shares the batch; slower")
     decode_rows: int = Field(ENGINE.decode_rows, ge=1, le=4096, description="rows of a decode call under --deterministic")
     default_max_tokens: int = Field(
@@ -167,7 +168,9 @@ def load(arguments: Sequence[str], environment: Mapping[str, str], folder: Path)
         return CliApp.run(Loaded, cli_args=list(arguments))
     except ValidationError as error:
         raise BadSettings(explained(error, file)) from None
-    except (SettingsError, ValueError) as error:
+    except tomllib.TOMLDecodeError as error:
+        raise BadSettings(f"{file} is no valid TOML: {error}") from None
+    except SettingsError as error:
         raise BadSettings(str(error)) from None
 
 

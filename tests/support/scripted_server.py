@@ -1,6 +1,6 @@
 """A real server process over a scripted engine: `python scripted_server.py READY_FILE [--setting value ...]`.
 
-The script of a turn is what the first message says, in words: "text:abc" and "big:N" give text, "wait" waits for ever,
+The script of a turn is what the last message says, in words: "text:abc" and "big:N" give text, "wait" waits for ever,
 "later:S" for S seconds, "stop" and "length" end, "refuse" is a 429, "lose" loses the device, "break" is a defect in the engine.
 """
 
@@ -23,7 +23,7 @@ from scripted_engine import ScriptedEngine, Step, ended, text_deltas
 
 
 def script(engine: ScriptedEngine, request: Any) -> Iterable[Step]:
-    words = (request.messages[0]["content"] if isinstance(request, ChatRequest) else str(request.prompt)).split()
+    words = (request.messages[-1]["content"] if isinstance(request, ChatRequest) else str(request.prompt)).split()
     if "refuse" in words:
         raise ApiError("Too many requests are waiting.", status=429, code="queue_full", retry_after_s=1.0)
     print("turn started", flush=True)
