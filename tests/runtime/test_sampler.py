@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from kvalet.runtime.noise import gumbel, row_uniform
 from kvalet.runtime.plan import SamplingParams
 from kvalet.runtime.sampler import HEAD_TOKENS, NO_TOKEN, WIDE_HEAD_TOKENS, Choice, RowSampling, apply_bitmask, sample
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 VOCAB = 1000
 GREEDY = SamplingParams(temperature=0.0)
@@ -293,3 +295,26 @@ def test_shapes_are_checked() -> None:
     assert sample(torch.zeros(0, VOCAB), []) == []
     with pytest.raises(ValueError, match="2 rows"):
         sample(torch.zeros(1, VOCAB), [row(GREEDY), row(GREEDY)])
+
+
+class CountOps(TorchDispatchMode):
+    """Counts the tensor operations that are carried out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_plain_greedy_rows_cost_one_pass_for_the_whole_batch() -> None:
+    """The fast path by its operations, not by a clock: as many for 16 rows as for one."""
+    counts = []
+    for n in (1, 16):
+        logits, rows = logits_of(n), [row(GREEDY) for _ in range(n)]
+        with CountOps() as ops:
+            sample(logits, rows)
+        counts.append(ops.count)
+    assert counts[0] == counts[1] <= 4
