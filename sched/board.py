@@ -70,6 +70,7 @@ class Board:
         self.slot_wait_since: float | None = None
         self.writing = False
         self.write_retry_at = 0.0
+        self.write_failures = 0
         # ends
         self.device_lost = ""
         self.drain_deadline: float | None = None

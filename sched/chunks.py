@@ -31,7 +31,7 @@ class Chunk:
     """One chunk or tail (fewer ids than ``chunk_tokens``). ``on_disk`` is what was last heard, not a promise.
 
     ``incoming``: the live restore. ``outgoing``: the spill, persist or write at work. ``copy_failures``: copies to RAM that
-    failed in a row.
+    failed in a row. ``writes``: writes begun since it was last used (``written_use`` says which use that was).
     """
 
     key: ChunkKey
@@ -49,6 +49,8 @@ class Chunk:
     incoming: Transfer | None = None
     outgoing: Transfer | None = None
     copy_failures: int = 0
+    writes: int = 0
+    written_use: float = -1.0
     children: dict[ChunkKey, Chunk] = field(default_factory=dict)
 
     def __repr__(self) -> str:
@@ -159,8 +161,8 @@ class ChunkMap:
         at: Chunk | None = chunk
         while at is not None and not (at.node or at.slot is not None or at.incoming or at.outgoing or at.children):
             parent = at.parent
-            if at.key not in self._by_key:
-                break
+            if self._by_key.get(at.key) is not at:
+                break  # an abandoned transfer's chunk, forgotten before
             if not at.on_disk:
                 self.lost_chunks += 1
             del self._by_key[at.key]

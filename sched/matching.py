@@ -208,22 +208,24 @@ def _tail_on_disk(
 def pages_needed(board: Board, turn: Turn, match: Match) -> int:
     """Free pages to reserve: prompt and one page of growth, what the match saves taken off, 2^n more after n preemptions.
 
-    A partial page that is copied needs one page more while both exist; where the pool is too small for that the match gives
-    the partial page up (changing ``match``).
+    While a partial page is copied, source and copy both exist; where the pool is too small for that the match gives the
+    partial page up (changing ``match``). A source that comes from below is one of the pages to reserve.
     """
     page_tokens = board.config.page_tokens
+    total = board.ledger.total
     limit = len(turn.ids) - 1
-    want = -(-len(turn.ids) // page_tokens) + 1
-    if want + 1 > board.ledger.total and match.partial is not None:
+    want = min(-(-len(turn.ids) // page_tokens) + 1, -(-turn.feeds_until // page_tokens))
+    if want + 1 > total and match.partial is not None:
         _give_up_partial(board, match)
-    partial = match.partial is not None or (bool(match.sources) and _end(match.sources[-1], limit) % page_tokens > 0)
     shared = len(match.path)
     for source in match.sources:
         if source.attach is not None:
             shared += _end(source, limit) // page_tokens - source.start // page_tokens - source.first_page
-    want += 1 if partial and want + 1 <= board.ledger.total else 0
+    from_below = bool(match.sources) and _end(match.sources[-1], limit) % page_tokens > 0
+    if from_below:
+        want = min(want + 1, total)
     if turn.preemptions and not turn.older_ended:
-        want = max(want, min(want + 2 ** min(turn.preemptions, 16), board.ledger.total - partial))
+        want = max(want, min(want + 2 ** min(turn.preemptions, 16), total - (match.partial is not None)))
     return want - shared
 
 

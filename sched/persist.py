@@ -3,7 +3,7 @@
 Before a chunk is written, every ancestor that the disk lacks is written, first chunk first. An ancestor that RAM holds is
 written from its slot; one that is only on the device is copied, without being evicted, into a staging slot and written from
 there: one such copy at a time. A child is only asked for when its parent is durable, so a failed write has no queued
-descendants to cancel; their RAM copies stay. After a failure nothing is written for ``RETRY_S``; RAM makes room otherwise.
+descendants to cancel; their RAM copies stay. After a failure nothing is written for a while; RAM makes room otherwise.
 """
 
 from __future__ import annotations
@@ -20,7 +20,11 @@ from kvalet.sched.states import TransferCause
 from kvalet.sched.transfer_record import Transfer, TransferKind
 
 MAX_WRITES = 4
+MAX_WRITES_PER_USE = 3
 RETRY_S = 1.0
+MAX_RETRY_S = 30.0
+"""The pause after a failed write doubles from the first to the second; a success ends it. Nobody wakes for a retry: it is
+made at the next event that finds writes due (a drain does wake)."""
 NOT_THE_DISKS_FAULT = frozenset({"cancelled", "ancestor"})
 
 
@@ -73,14 +77,24 @@ def toward_disk(board: Board, chunk: Chunk) -> bool:
     missing = chunk
     while missing.parent is not None and not missing.parent.on_disk:
         missing = missing.parent
-    if missing.on_disk or missing.outgoing is not None:
+    if missing.on_disk or missing.outgoing is not None or _given_up(missing):
         return False
     if missing.slot is not None:
         _write(board, missing)
-        return True
-    if missing.node is not None and not any(t.kind is TransferKind.PERSIST for t in board.transfers.values()):
-        return _copy_out(board, missing)
-    return False
+        began = True
+    else:
+        alone = not any(t.kind is TransferKind.PERSIST for t in board.transfers.values())
+        began = missing.node is not None and alone and _copy_out(board, missing)
+    if began:
+        missing.writes = missing.writes + 1 if missing.written_use == missing.last_use else 1
+        missing.written_use = missing.last_use
+    return began
+
+
+def _given_up(chunk: Chunk) -> bool:
+    """A disk smaller than what it is given evicts one chunk for the next: who was evicted is not written again and again,
+    but only after it has been used again."""
+    return chunk.writes >= MAX_WRITES_PER_USE and chunk.written_use == chunk.last_use
 
 
 def _write(board: Board, chunk: Chunk) -> None:
@@ -112,7 +126,8 @@ def _copy_out(board: Board, chunk: Chunk) -> bool:
 def on_copy_done(board: Board, transfer: Transfer) -> None:
     """The copy is in the staging slot: the pages are let go, the write begins."""
     chunk = transfer.chunk
-    assert chunk is not None and transfer.slot is not None
+    assert chunk is not None
+    assert transfer.slot is not None
     board.free_pages(transfer)
     board.advance(transfer, TransferCause.WRITE)
     board.out.append(WriteChunk(transfer.id, board.chunks.meta(chunk), transfer.slot))
@@ -121,6 +136,7 @@ def on_copy_done(board: Board, transfer: Transfer) -> None:
 def on_write_done(board: Board, transfer: Transfer, event: WriteDone) -> None:
     chunk = transfer.chunk
     assert chunk is not None
+    board.write_failures = 0
     board.counters.written_chunks += 1
     board.counters.written_bytes += event.n_bytes
     board.chunks.set_on_disk(chunk, True)
@@ -138,6 +154,8 @@ def on_failed(board: Board, transfer: Transfer, reason: str) -> None:
             board.chunks.set_on_disk(at, board.disk.has(at.key))
             at = at.parent
     if reason not in NOT_THE_DISKS_FAULT:
-        board.write_retry_at = board.now + RETRY_S
-        board.wake(board.write_retry_at)
+        board.write_failures += 1
+        board.write_retry_at = board.now + min(RETRY_S * 2 ** (board.write_failures - 1), MAX_RETRY_S)
+        if board.drain_deadline is not None:
+            board.wake(board.write_retry_at)
     board.finish_transfer(transfer, TransferCause.FAIL)

@@ -129,7 +129,8 @@ def on_read_done(board: Board, transfer: Transfer, event: ReadDone) -> list[Turn
     if transfer.question is not None and not _answered(board, transfer, event):
         return fail(board, transfer, "no_prefix")
     chunk = transfer.chunk
-    assert chunk is not None and transfer.slot is not None
+    assert chunk is not None
+    assert transfer.slot is not None
     if not transfer.staging and chunk.slot is None:
         board.chunks.fill(chunk, transfer.slot)
     _copy_in(board, transfer)
@@ -176,7 +177,8 @@ def _join_arrived(board: Board, turn: Turn) -> None:
         if transfer.live:
             _join(board, turn, transfer)
         ids = tuple(turn.ids)
-        assert transfer.chunk is not None and turn.cursor is not None
+        assert transfer.chunk is not None
+        assert turn.cursor is not None
         for node in board.index.walk(turn.cursor, ids, min(len(ids) - 1, transfer.chunk.end)):
             turn.cursor = board.index.step_down(node)
         transfer.askers.remove(turn)
@@ -186,7 +188,8 @@ def _join_arrived(board: Board, turn: Turn) -> None:
 def _join(board: Board, turn: Turn, transfer: Transfer) -> None:
     """The pages enter the index after the turn's cursor; a page whose ids are in it already is given back."""
     chunk, node = transfer.chunk, turn.cursor
-    assert chunk is not None and node is not None
+    assert chunk is not None
+    assert node is not None
     size = board.config.page_tokens
     at = transfer.first_page * size
     for page in transfer.pages:

@@ -110,7 +110,7 @@ def make_room(board: Board, wanted: int, *, urgent: bool) -> None:
             waited = waited or slot is NoSlot.WAIT
         else:
             return
-    if not waited:
+    if urgent and not waited:
         board.slot_wait_since = None
 
 
@@ -200,7 +200,8 @@ def keep(board: Board) -> None:
 def on_copy_done(board: Board, transfer: Transfer, event: CopyDone) -> None:
     """The bytes are in RAM. The pages leave, unless somebody stands on them again; then the copy is a clean one."""
     chunk = transfer.chunk
-    assert chunk is not None and transfer.slot is not None
+    assert chunk is not None
+    assert transfer.slot is not None
     chunk.copy_failures = 0
     if chunk.slot is None and chunk.exists:
         board.chunks.fill(chunk, transfer.slot)

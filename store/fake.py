@@ -143,7 +143,8 @@ class FakeStore:
     def corrupt(self, key: ChunkKey) -> None:
         """Its bytes are not what was written."""
         data = bytearray(self.entries[key].data)
-        data[len(data) // 2] ^= 0xFF
+        if data:
+            data[len(data) // 2] ^= 0xFF
         self.entries[key].data = bytes(data)
 
     def tear(self, key: ChunkKey) -> None:

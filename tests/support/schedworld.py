@@ -143,17 +143,20 @@ class World:
 
     def _do_Accept(self, command: cmd.Accept) -> None:
         client = self.clients[command.turn]
-        assert not client.accepted and client.refusal is None
+        assert not client.accepted
+        assert client.refusal is None
         client.accepted = True
 
     def _do_Refuse(self, command: cmd.Refuse) -> None:
         client = self.clients[command.turn]
-        assert not client.accepted and client.refusal is None
+        assert not client.accepted
+        assert client.refusal is None
         client.refusal = command.refusal
 
     def _do_Emit(self, command: cmd.Emit) -> None:
         client = self.clients[command.turn]
-        assert client.accepted and client.ended is None
+        assert client.accepted
+        assert client.ended is None
         client.ids.extend(command.piece.ids)
         client.text += command.piece.text
 
@@ -202,7 +205,8 @@ class World:
         self.store.read(command.transfer, command.meta, view, self._settled(command), session="", klass=command.klass)
 
     def _do_ReadTail(self, command: cmd.ReadTail) -> None:
-        assert self.store is not None and len(command.candidates) <= 4
+        assert self.store is not None
+        assert len(command.candidates) <= 4
         self.store.read_tail(
             command.transfer, command.parent, command.ordinal, command.first_token, command.ids, command.candidates,
             self.slab.view(command.slot), self._settled(command), session="", klass=0, secret=command.secret,
@@ -347,7 +351,8 @@ class World:
         self.core.check()
         alive = [c.spec.turn for c in self.clients.values() if c.accepted and not c.ended]
         assert not alive, f"turns {alive} never ended\n{self.core.tell()}"
-        assert sum(stats.turns.values()) == 0 and stats.queue_length == 0
+        assert sum(stats.turns.values()) == 0
+        assert stats.queue_length == 0
         assert stats.steps_in_flight == 0 and not any(stats.transfers.values()), stats
         assert stats.pages.leased_only == 0 and stats.pages.held == stats.idle_pages, stats.pages
         assert stats.ram.taken == 0 and stats.staging.taken == 0, (stats.ram, stats.staging)
