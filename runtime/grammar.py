@@ -196,12 +196,21 @@ def _parse_schema(text: str) -> Any:
     return schema
 
 
+def _has_spacing(text: str) -> bool:
+    """Whether a schema fixes its white space itself ("x-guidance": {"whitespace_flexible": false}), as ours for tool calls do:
+    a pattern given as default would win over that."""
+    schema = _parse_schema(text)
+    options = schema.get("x-guidance") if isinstance(schema, dict) else None
+    return isinstance(options, dict) and options.get("whitespace_flexible") is False
+
+
 def _source(spec: GrammarSpec) -> str:
     """llguidance's own form of a grammar. Raises GrammarError where that already fails."""
     try:
         if spec.kind == "json_schema":
             text = _BOOLEAN_SCHEMAS.get(spec.text.strip(), spec.text)
-            grammar = LLMatcher.grammar_from_json_schema(text, defaults=_JSON_DEFAULTS, overrides=_JSON_OVERRIDES)
+            defaults = None if _has_spacing(spec.text) else _JSON_DEFAULTS
+            grammar = LLMatcher.grammar_from_json_schema(text, defaults=defaults, overrides=_JSON_OVERRIDES)
         elif spec.kind == "regex":
             grammar = LLMatcher.grammar_from_regex(spec.text)
         elif spec.kind == "lark":

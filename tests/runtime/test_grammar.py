@@ -210,6 +210,26 @@ def test_a_matcher_that_hits_a_limit_allows_nothing(tokenizer: Tokenizer, cache:
     assert not matcher.finished
 
 
+def test_white_space_is_free_but_short(tokenizer: Tokenizer, cache: GrammarCache) -> None:
+    matcher = opened(cache, schema_spec(TOOL))
+    space, brace = (tokenizer.encode(text, allow_special=False)[0] for text in (" ", "{"))
+    matcher.consume(brace)
+    spaces = 0
+    while space in allowed(matcher) and spaces < 100:
+        assert matcher.consume(space)
+        spaces += 1
+    assert spaces == 24
+    assert allowed(matcher), "then the text must go on"
+
+
+def test_a_schema_may_fix_its_white_space(tokenizer: Tokenizer, cache: GrammarCache) -> None:
+    spacing = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+    matcher = opened(cache, schema_spec({**TOOL, "x-guidance": spacing}))
+    forced = matcher.forced()
+    assert tokenizer.decode(forced).startswith('{"city": "'[: len(tokenizer.decode(forced))])
+    assert len(forced) >= 2
+
+
 def test_matchers_of_one_grammar_are_independent(tokenizer: Tokenizer, cache: GrammarCache) -> None:
     spec = GrammarSpec("regex", "(yes|no), sir")
     one, other = opened(cache, spec), opened(cache, spec)
