@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvalet.api.demo_report import Moment
-from kvalet.api.demo_server import Scrape, ServerError, ServerProcess
+from kvalet.api.demo_server import Scrape, ServerError, ServerProcess, serve_command
 from kvalet.api.demo_table import AgentTable
 from kvalet.loadtest.runner import Turn, Watcher, play_all, sender
 from kvalet.loadtest.workload import Conversation, WorkloadSpec, make_agents
@@ -84,8 +84,8 @@ def conversations(plan: DemoPlan) -> list[Conversation]:
     return [Conversation(script, MODEL_NAME, plan.max_tokens) for script in make_agents(plan.workload)]
 
 
-def arguments(plan: DemoPlan, *more: str) -> list[str]:
-    return [str(plan.model), "--served-name", MODEL_NAME, "--deterministic", "--log-level", "warning", *more]
+def command(plan: DemoPlan, *more: str) -> list[str]:
+    return serve_command([str(plan.model), "--served-name", MODEL_NAME, "--deterministic", "--log-level", "warning", *more])
 
 
 async def moved(server: ServerProcess, moments: list[Moment]) -> None:
@@ -136,7 +136,7 @@ async def run_reference(plan: DemoPlan) -> Life:
     """All turns, the one after the SIGKILL included, on a pool that holds everything."""
     tokens = plan.workload.agents * plan.reference_tokens_per_agent
     talks = conversations(plan)
-    async with ServerProcess(arguments(plan, "--pool-tokens", str(tokens), "--ram-bytes", "0")) as server:
+    async with ServerProcess(command(plan, "--pool-tokens", str(tokens), "--ram-bytes", "0")) as server:
         title = f"1/4 the reference: {len(talks)} agents on a pool that holds everything"
         life = await live(plan, server, talks, plan.turns + 1, title)
         await server.terminate()
@@ -148,7 +148,7 @@ async def run_small(plan: DemoPlan, sizes: Sizes, store: Path) -> tuple[Life, Li
     more = ["--pool-tokens", str(sizes.pool_tokens), "--ram-bytes", str(sizes.ram_bytes), "--store", str(store)]
     more += ["--drain-seconds", "5"]
     talks = conversations(plan)
-    async with ServerProcess(arguments(plan, *more)) as server:
+    async with ServerProcess(command(plan, *more)) as server:
         title = (
             f"2/4 a small machine: {sizes.unique_tokens} tokens of KV, a pool for {sizes.pool_tokens}, "
             f"RAM for {sizes.ram_bytes / 1e6:.0f} MB, the rest on disk"
@@ -157,7 +157,7 @@ async def run_small(plan: DemoPlan, sizes: Sizes, store: Path) -> tuple[Life, Li
         await server.kill()
     if any(turn.fault for turn in before.turns):
         return before, Life((), (), before.end)
-    async with ServerProcess(arguments(plan, *more)) as server:
+    async with ServerProcess(command(plan, *more)) as server:
         after = await live(plan, server, talks, 1, "3/4 after SIGKILL and restart: one more turn of every agent")
         await server.terminate()
     return before, after

@@ -23,14 +23,20 @@ class ServerError(Exception):
     """The server did not do what it must; the text says what, with its own last lines."""
 
 
+def serve_command(arguments: Sequence[str], python: str = sys.executable) -> list[str]:
+    """`kvalet serve` on a port of the system's choosing."""
+    return [python, "-P", "-m", "kvalet", "serve", *arguments, "--port", "0"]
+
+
 class ServerProcess:
-    """One life of the server. Its output is read all the time (the last KEPT_LINES lines are kept), so it never blocks on it.
+    """One life of a server that prints "listening on URL". Its output is read all the time (the last KEPT_LINES lines are
+    kept), so it never blocks on it.
 
     Use as an async context manager: leaving kills what is still running.
     """
 
-    def __init__(self, arguments: Sequence[str]) -> None:
-        self._command = [sys.executable, "-P", "-m", "kvalet", "serve", *arguments, "--port", "0"]
+    def __init__(self, command: Sequence[str]) -> None:
+        self._command = list(command)
         self._lines: deque[str] = deque(maxlen=KEPT_LINES)
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
@@ -68,6 +74,11 @@ class ServerProcess:
     @property
     def log(self) -> str:
         return "\n".join(self._lines)
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
 
     async def _read(self) -> None:
         assert self._process is not None

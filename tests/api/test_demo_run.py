@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from kvalet.api.demo import lag_ms, main, moved_bytes, requests
 from kvalet.api.demo_run import DemoPlan, Life, common_prefix, sizes_for
-from kvalet.api.demo_server import Scrape, ServerError, ServerProcess
+from kvalet.api.demo_server import Scrape, ServerError, ServerProcess, serve_command
 from kvalet.api.demo_table import AgentTable
 from kvalet.loadtest.outcome import Outcome
 from kvalet.loadtest.runner import Turn
@@ -119,7 +119,7 @@ def test_the_table_in_a_terminal_is_redrawn() -> None:
 
 @pytest.mark.anyio
 async def test_a_server_that_does_not_come_up_is_an_error_with_its_words(tmp_path: Path) -> None:
-    server = ServerProcess([str(tmp_path / "nothing.gguf")])
+    server = ServerProcess(serve_command([str(tmp_path / "nothing.gguf")]))
     with pytest.raises(ServerError, match="ended before it listened"):
         await server.__aenter__()
     assert "nothing.gguf" in server.log
