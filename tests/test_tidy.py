@@ -29,20 +29,25 @@ IMPORTED_IN_ONE_PLACE = {"flashinfer": "runtime/attn_flashinfer.py", "jinja2": "
 BANNED = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
 PURE_BANNED = {"asyncio", "anyio", "time", "torch", "os", "pathlib", "threading", "uvloop"}
 BROAD_EXCEPT = {
-    "api/",
-    "runtime/grammar.py",
-    "runtime/transfer.py",
-    "sched/engine_thread.py",
-    "sched/loop.py",
-    "store/pool.py",
+    "api/gate.py": "one request's defect must not end the server",
+    "api/listener.py": "one connection's defect must not end the server",
+    "api/metrics.py": "a figure's defect must not take the whole page",
+    "api/template.py": "a chat template is a stranger's program",
+    "runtime/transfer.py": "the copy thread's border: the copy must end",
+    "sched/engine_thread.py": "the engine thread's border: the turns must end",
+    "sched/in_flight.py": "a port that raises becomes a failed transfer",
+    "sched/tick.py": "the scheduler's border: the turns must end",
+    "store/chores.py": "a chore fails, the janitor lives",
+    "store/workers.py": "a job fails, the worker lives",
 }
+"""Where the border of a thread or task needs it, and why. Elsewhere a broad except may only clean up and ``raise``."""
+
 SOURCE_LINES, TEST_LINES, FUNCTION_LINES = 300, 400, 70
 ROOT_FOLDERS = {*ROOMS, "tests", "docs", ".ci"}
 NAMED_ROOMS = re.compile(r"^(utils?|common|helpers?|misc)\.py$")
-MACHINE = re.compile(
-    "/" + "work/|/" + "tmp/brief|(?<![./\\w])" + "shared" + "/[a-z]|pythonhosted" + "|/opt/" + "pypi", re.IGNORECASE
-)
-UNFINISHED = re.compile(r"\b(TO" + "DO|FIX" + "ME|XX" + r"X)\b")
+MACHINE_WORDS = (r"/w[o]rk/", r"/tmp/b[r]ief", r"(?<![./\w])sh[a]red/[a-z]", r"pythonh[o]sted", r"/opt/p[y]pi")
+MACHINE = re.compile("|".join(MACHINE_WORDS))
+UNFINISHED = re.compile(r"\b(T[O]DO|F[I]XME|X[X]X)\b")
 
 
 @dataclass(frozen=True)
@@ -136,7 +141,8 @@ def broad_except_faults(source: Source) -> list[str]:
         names = (
             {"BaseException"} if node.type is None else {ast.unparse(n) for n in ast.walk(node.type) if isinstance(n, ast.Name)}
         )
-        if names & {"Exception", "BaseException"} and not source.path.startswith(tuple(BROAD_EXCEPT)):
+        passed_on = isinstance(node.body[-1], ast.Raise) and node.body[-1].exc is None
+        if names & {"Exception", "BaseException"} and source.path not in BROAD_EXCEPT and not passed_on:
             faults.append(f"{source.path}:{node.lineno} catches {sorted(names)}")
     return faults
 
@@ -250,6 +256,10 @@ def reachable(module: str) -> set[str]:
     return found
 
 
+def is_main_guard(node: ast.stmt) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'"
+
+
 def test_the_core_is_pure() -> None:
     """No await, no clock, no file, no thread, no torch in sched/core.py and all it uses."""
     paths = reachable("sched.core")
@@ -257,7 +267,13 @@ def test_the_core_is_pure() -> None:
     faults = []
     for source in (s for s in SOURCES if s.path in paths):
         faults += [f"{source.path}:{line} {n}" for n, line in imports(source.tree) if n.split(".")[0] in PURE_BANNED]
-        faults += [f"{source.path}:{line} {n}" for n, line in calls(source.tree) if n in ("open", "print", "input")]
+        program = [node for node in source.tree.body if not is_main_guard(node)]
+        faults += [
+            f"{source.path}:{line} {name}"
+            for node in program
+            for name, line in calls(node)
+            if name in ("open", "print", "input")
+        ]
         awaits = ast.Await | ast.AsyncFunctionDef | ast.AsyncFor | ast.AsyncWith
         faults += [f"{source.path}:{node.lineno} await" for node in ast.walk(source.tree) if isinstance(node, awaits)]
     assert faults == []
