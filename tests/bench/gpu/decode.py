@@ -106,7 +106,8 @@ def prefill_cell(decoder: CudaDecoder, n: int, piece: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", default="gpu-decode.json")
-    parser.add_argument("--quick", action="store_true", help="two cells only")
+    parser.add_argument("--quick", action="store_true", help="two decode cells only")
+    parser.add_argument("--prefill-only", action="store_true")
     options = parser.parse_args()
     rates = ceilings()
     pool = torch.empty(34_000, 36, 2, PAGE, 8, 128, dtype=torch.bfloat16, device=DEVICE)
@@ -114,7 +115,7 @@ def main() -> None:
         page.normal_(0, 0.5)
     decoder = CudaDecoder(QWEN3_8B, random_weights(QWEN3_8B, DEVICE), pool, 40_960)
     rows = []
-    for cell in CELLS[2:4] if options.quick else CELLS:
+    for cell in [] if options.prefill_only else CELLS[2:4] if options.quick else CELLS:
         rows.append(decode_cell(decoder, *cell, rates))
         r = rows[-1]
         print(

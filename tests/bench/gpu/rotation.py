@@ -139,7 +139,8 @@ async def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     copier: Any = CudaCopier(pool, registered) if registered else NoCopies()
     print(f"built in {time.monotonic() - began:.1f} s: {n_pages} pages, {ram_slots} RAM slots", flush=True)
     config = SchedConfig(
-        page_tokens=kv.page_tokens, chunk_tokens=kv.chunk_tokens, n_pages=n_pages, context_tokens=40_000, identity=bytes(32),
+        page_bytes=kv.page_stride_bytes, page_tokens=kv.page_tokens, chunk_tokens=kv.chunk_tokens,
+        n_pages=n_pages, context_tokens=40_000, identity=bytes(32),
         ram_slots=ram_slots, staging_slots=7 if ram_slots else 0, max_rows=16, step_tokens=options.piece + 16,
         idle_step_tokens=options.piece, lag=1,
     )  # fmt: skip
