@@ -112,6 +112,8 @@ class ScriptedEngine:
     on_device_lost: Callable[[str], None] | None = None
     requests: list[ChatRequest | CompletionRequest] = field(default_factory=list)
     turns: list[ScriptedTurn] = field(default_factory=list)
+    asked: asyncio.Event = field(default_factory=asyncio.Event)
+    started: asyncio.Event = field(default_factory=asyncio.Event)
     drains: list[float] = field(default_factory=list)
 
     async def start_chat(self, request: ChatRequest) -> ScriptedTurn:
@@ -122,10 +124,12 @@ class ScriptedEngine:
 
     async def _start(self, request: ChatRequest | CompletionRequest, kind: str) -> ScriptedTurn:
         self.requests.append(request)
+        self.asked.set()
         if self.before is not None:
             await self.before.wait()
         turn = ScriptedTurn(f"{kind}-{len(self.turns)}", self.script(request))
         self.turns.append(turn)
+        self.started.set()
         return turn
 
     @property
