@@ -115,11 +115,10 @@ class GrammarCache:
     """
 
     def __init__(self, tokenizer: Tokenizer, capacity: int = 256) -> None:
-        if not tokenizer.end_ids:
-            raise GrammarError("the model has no end-of-turn id, so a constrained text could not end")
+        self._can_end = bool(tokenizer.end_ids)
         self._vocab_size = tokenizer.vocab_size
         self._tokenizer = LLTokenizer(
-            tokenizer.tokenizer_json, n_vocab=tokenizer.vocab_size, eos_token=sorted(tokenizer.end_ids, reverse=True)
+            tokenizer.tokenizer_json, n_vocab=tokenizer.vocab_size, eos_token=sorted(tokenizer.end_ids, reverse=True) or None
         )
         self._limits = LLParserLimits(verbose_errors=False)
         self._capacity = capacity
@@ -153,6 +152,8 @@ class GrammarCache:
 
     def _build(self, spec: GrammarSpec) -> LLMatcher:
         """Compile, and take the first mask: it also finds grammars that cannot even begin."""
+        if not self._can_end:
+            raise GrammarError("the model has no end-of-turn id, so a constrained text could not end")
         if len(spec.text.encode("utf-8", "replace")) > MAX_GRAMMAR_BYTES:
             raise GrammarError(f"the grammar is longer than {MAX_GRAMMAR_BYTES} bytes")
         schema = _parse_schema(spec.text) if spec.kind == "json_schema" else None

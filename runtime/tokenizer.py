@@ -153,6 +153,8 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes a token adds to the text, so that joined bytes decode to the text: none for a control token, nor for an id
         outside the vocabulary."""
+        if token_id in self._control or not 0 <= token_id < self.vocab_size:
+            return b""
         known = self._bytes.get(token_id)
         if known is None:
             known = self._bytes[token_id] = self._make_bytes(token_id)
@@ -165,8 +167,6 @@ class Tokenizer:
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
     def _make_bytes(self, token_id: int) -> bytes:
-        if token_id in self._control or not 0 <= token_id < self.vocab_size:
-            return b""
         text = self.fast.id_to_token(token_id) or ""
         if token_id in self._literal:
             return text.encode()
@@ -179,8 +179,8 @@ def _check(arrays: TokenizerArrays) -> None:
         raise TokenizerError(f"tokenizer.ggml.model {arrays.model!r} is not supported, only 'gpt2' (byte-level BPE) is")
     if arrays.pre not in _PRE_TOKENIZERS:
         known = ", ".join(map(repr, _PRE_TOKENIZERS))
-        named = repr(arrays.pre) if arrays.pre else "missing: it"
-        raise TokenizerError(f"tokenizer.ggml.pre {named} is not supported, only {known} are")
+        named = f"{arrays.pre!r} is not supported" if arrays.pre else "is missing"
+        raise TokenizerError(f"tokenizer.ggml.pre {named}; supported are {known}")
     n = len(arrays.tokens)
     if len(arrays.token_type) != n:
         raise TokenizerError(f"tokenizer.ggml.token_type has {len(arrays.token_type)} entries for {n} tokens")
@@ -204,9 +204,7 @@ def build_tokenizer(arrays: TokenizerArrays) -> Tokenizer:
     _check(arrays)
     merges = [tuple(merge.split(" ")) for merge in arrays.merges]
     vocab = {text: i for i, text in enumerate(arrays.tokens)}
-    if any(
-        len(merge) != 2 or merge[0] not in vocab or merge[1] not in vocab or "".join(merge) not in vocab for merge in merges
-    ):
+    if any(len(merge) != 2 or not all(part in vocab for part in (*merge, "".join(merge))) for merge in merges):
         raise TokenizerError("tokenizer.ggml.merges holds an entry that is not two tokens making a third")
     fast = FastTokenizer(models.BPE(vocab=vocab, merges=cast(list[tuple[str, str]], merges)))
     fast.pre_tokenizer = _PRE_TOKENIZERS[arrays.pre]()
@@ -225,8 +223,8 @@ def build_tokenizer(arrays: TokenizerArrays) -> Tokenizer:
 
 def end_ids(arrays: TokenizerArrays) -> frozenset[int]:
     """The ids that end a turn: the file's end-of-sequence id and the control tokens of ``END_OF_TURN_NAMES``."""
-    found = {} if arrays.eos_token_id is None else {arrays.eos_token_id: True}
+    found = set() if arrays.eos_token_id is None else {arrays.eos_token_id}
     for i, (text, kind) in enumerate(zip(arrays.tokens, arrays.token_type, strict=True)):
         if kind == CONTROL and text in END_OF_TURN_NAMES:
-            found[i] = True
+            found.add(i)
     return frozenset(found)

@@ -17,7 +17,7 @@ from kvalet.runtime.grammar import MAX_FORCED, MAX_GRAMMAR_BYTES, GrammarCache, 
 from kvalet.runtime.plan import EndedBy, GrammarSpec, RowId, RowOpen, SamplingParams
 from kvalet.runtime.rows import RowState, TextContext
 from kvalet.runtime.sampler import sample
-from kvalet.runtime.tokenizer import Tokenizer
+from kvalet.runtime.tokenizer import CONTROL, NORMAL, Tokenizer, TokenizerArrays, build_tokenizer
 from smollm import read_tokenizer
 
 TREE = {
@@ -253,6 +253,13 @@ def test_a_long_forced_run_is_cut(tokenizer: Tokenizer, cache: GrammarCache) -> 
     ids = tokenizer.encode(sentence.strip(), allow_special=False)
     assert len(ids) > MAX_FORCED
     assert matcher.forced() == ids[:MAX_FORCED]
+
+
+def test_a_model_that_cannot_end_a_turn_takes_no_grammars() -> None:
+    tokens = ("a", "b", "<pad>")
+    endless = build_tokenizer(TokenizerArrays("gpt2", "smollm", tokens, (NORMAL, NORMAL, CONTROL), ()))
+    with pytest.raises(GrammarError, match="no end-of-turn id"):
+        GrammarCache(endless).compile(GrammarSpec("regex", "a"))
 
 
 def test_the_least_recently_used_grammar_is_forgotten(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -197,7 +197,7 @@ def test_a_user_defined_token_is_text_of_its_own() -> None:
     [
         ({"model": "llama"}, "model 'llama'"),
         ({"pre": "llama-bpe"}, "pre 'llama-bpe'"),
-        ({"pre": ""}, "pre missing"),
+        ({"pre": ""}, "pre is missing"),
         ({"token_type": (NORMAL,)}, "token_type has 1 entries for 8"),
         ({"token_type": (BYTE,) * 8}, r"types \[6\]"),
         ({"tokens": ("a",) * 8}, "holds a token twice"),
