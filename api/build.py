@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvalet.api.build_config import runtime_config, sched_config
-from kvalet.api.build_tiers import NoCopies, make_slab, no_slot, open_store
+from kvalet.api.build_tiers import NoCopies, NoDisk, make_slab, no_slot, open_store
 from kvalet.api.config import EngineConfig
 from kvalet.api.fetch_model import cache_dir, model_path
 from kvalet.api.machine import available_memory, folder_bytes, free_disk_bytes
@@ -105,7 +105,7 @@ def _build(config: EngineConfig, tell: Progress, opened: ExitStack) -> Parts:
     )
     notes = [*plan.notes, *(note for note in (store_note, template_note) if note)]
     return Parts(
-        core=Core(sched, store),
+        core=Core(sched, store if store is not None else NoDisk()),
         step_engine=step_engine,
         copier=Copier(step_engine.pool, slab, geometry) if slab is not None else NoCopies(),
         store=store,

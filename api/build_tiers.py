@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from kvalet.api.config import EngineConfig
@@ -12,7 +12,7 @@ from kvalet.runtime.plan import SlotId
 from kvalet.runtime.slab import Slab
 from kvalet.store.config import StoreConfig
 from kvalet.store.errors import StoreError
-from kvalet.store.ids import Identity
+from kvalet.store.ids import ChunkKey, Identity, TailRef
 from kvalet.store.store import DiskStore
 
 STORE_CLOSE_S = 5.0
@@ -59,6 +59,19 @@ def open_store(
 
 def no_slot(slot: SlotId) -> memoryview:
     raise IndexError(f"slot {slot}: there is no slab")
+
+
+class NoDisk:
+    """``sched.ports.DiskView`` of an engine without a disk tier."""
+
+    def has(self, key: ChunkKey) -> bool:
+        return False
+
+    def tails(self, parent: bytes) -> Sequence[TailRef]:
+        return ()
+
+    def accepts_writes(self) -> bool:
+        return False
 
 
 class NoCopies:

@@ -25,8 +25,8 @@ from kvalet.api.tool_format import BETWEEN_CALLS, CALL_CLOSE, CALL_OPEN, CALL_SU
 from kvalet.api.tools import Tool
 from kvalet.runtime.plan import GrammarSpec
 
-MAX_CALLS = 16
-"""Calls in one answer. After that many the grammar lets the model only end."""
+MAX_CALLS = 8
+"""Calls in one answer; then it can only end (small models repeat themselves, and the next turn can call again)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,7 +92,7 @@ class Agent:
     ran: list[tuple[str, str]] = field(default_factory=list)
     """Tool calls and their results, for whoever wants to look."""
 
-    async def ask(self, question: str, *, tool_rounds: int = 1, max_tokens: int = 200) -> kvalet.TurnEnd:
+    async def ask(self, question: str, *, tool_rounds: int = 1, max_tokens: int = 80) -> kvalet.TurnEnd:
         """One question: ``tool_rounds`` turns in which the model must use tools, then a turn in which it must answer.
         (A large model decides by itself: leave ``tool_choice`` at "auto" and loop while it calls tools.)"""
         self.history.append({"role": "user", "content": question})
@@ -105,6 +105,7 @@ class Agent:
             self.history,
             [tool.described() for tool in self.tools.values()],
             tool_choice=tool_choice,
+            parallel_tool_calls=False,
             max_tokens=max_tokens,
             temperature=0.0,
         )
