@@ -19,6 +19,7 @@ from kvalet.sched.states import TurnState
 from kvalet.sched.turns import EndReason, Refusal, TurnSpec
 
 MAX_PASSES = 8
+MAX_LOOKS = 16
 RETRY_AFTER_S = 1.0
 
 
@@ -170,14 +171,23 @@ def _preempt_paused_for_rows(board: Board) -> None:
 
 
 def _admit_queue(board: Board) -> int:
-    """Admit who fits. Returns the pages that the first turn who does not fit needs, if evicting can bring them; else 0."""
+    """Admit who fits. Returns the pages that the first turn who does not fit needs, if evicting can bring them; else 0.
+
+    Looks at a bounded number of turns: a settling must cost little however long the queue is.
+    """
     stuck: list[Turn] = []
-    wanted = 0
+    wanted = looked_at = 0
     for turn in list(board.queue):
-        if turn.blocked or len(board.rows) >= 2 * board.config.max_rows:
-            continue  # an admitted turn beyond max_rows restores while others run; its row opens when one closes
-        if stuck and (any(t.passed >= MAX_PASSES for t in stuck) or board.ledger.free == 0):
+        if len(board.rows) >= 2 * board.config.max_rows or looked_at >= MAX_LOOKS:
+            break  # an admitted turn beyond max_rows restores while others run; its row opens when one closes
+        if stuck and (stuck[0].passed >= MAX_PASSES or board.ledger.free == 0):
             break
+        if turn.blocked:
+            continue
+        looked_at += 1
+        if stuck and _least_need(board, turn) > board.ledger.free:
+            stuck.append(turn)
+            continue
         match = find_match(board, turn)
         need = pages_needed(board, turn, match)
         if need <= board.ledger.free and _may_return(board, turn):
@@ -189,6 +199,12 @@ def _admit_queue(board: Board) -> int:
             wanted = need
         stuck.append(turn)
     return wanted
+
+
+def _least_need(board: Board, turn: Turn) -> int:
+    """A quick estimate from the match remembered when the turn was queued."""
+    known = turn.want_node.end if turn.want_node is not None else 0
+    return -(-(len(turn.ids) - known) // board.config.page_tokens)
 
 
 def _admit(board: Board, turn: Turn, match: Match, need: int) -> None:

@@ -194,17 +194,13 @@ class ChunkMap:
                 return True
         return False
 
-    def best_child(
-        self, parent: Chunk | None, secret: bytes, want: tuple[int, ...], *, exact: bool
-    ) -> tuple[Chunk, int] | None:
+    def best_child(self, parent: Chunk | None, secret: bytes, want: tuple[int, ...]) -> tuple[Chunk, int] | None:
         """The chunk after ``parent`` that is in RAM or on its way and shares most ids with ``want``, and how many."""
         best: tuple[Chunk, int] | None = None
         for child in self.children_of(parent, secret).values():
             if child.slot is None and child.incoming is None:
                 continue
             shared = common_prefix(child.ids, want)
-            if exact and (shared < len(child.ids) or not child.tail):
-                continue
             if shared and (best is None or shared > best[1]):
                 best = (child, shared)
         return best

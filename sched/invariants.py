@@ -1,4 +1,5 @@
-"""The whole-state check. What must hold after every event, in one place; run after each event in tests, when idle in production.
+"""The whole-state check. What must hold after every event, in one place; run after each event in tests, and when idle in
+production.
 
 1. Pages: free, held and leased only sum to the pool, and the claims booked equal those counted from the index, the turns,
    the steps in flight and the transfers.
@@ -94,7 +95,7 @@ def _check_slots(board: Board) -> None:
     for book in (board.chunks.book, board.staging):
         for slot in range(book._first, book._first + book.n_slots):
             demand(book.holders(slot) == holders[slot], "holders of slot", slot, book.holders(slot), holders[slot])
-    for key, slot in board.chunks.book.keys():
+    for key, slot in board.chunks.book.filled():
         chunk = board.chunks.get(key)
         demand(chunk is not None and chunk.slot == slot, "slot holds a chunk that the map does not have there", slot, chunk)
 

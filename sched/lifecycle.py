@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from kvalet.runtime.plan import PageId, RowId
 from kvalet.sched import restore, spill
 from kvalet.sched.board import Board
 from kvalet.sched.commands import End, TouchDisk
-from kvalet.sched.matching import Match, resident_match
+from kvalet.sched.matching import Match, give_up_partial, resident_match
 from kvalet.sched.prefix import Node
+from kvalet.sched.record import account, final_report
 from kvalet.sched.session import Branch, Turn
 from kvalet.sched.states import TurnCause, TurnState
-from kvalet.sched.turns import Ended, EndReason, TurnReport
+from kvalet.sched.turns import Ended, EndReason
 
 
 def admit(board: Board, turn: Turn, match: Match, pages: list[PageId]) -> None:
@@ -70,14 +69,10 @@ def pages_wanted(board: Board, turn: Turn) -> int:
 
 def start_feeding(board: Board, turn: Turn) -> None:
     """All that could be had is on the device: take the pages over, fix the source of a partial page, and begin to feed."""
-    ids = tuple(turn.ids)
-    limit = len(ids) - 1
     assert turn.cursor is not None
-    root = turn.cursor.root
-    match = resident_match(board, root, ids, limit)
+    match = resident_match(board, turn, len(turn.ids) - 1)
     if match.partial is not None and not _can_copy(board, turn, match):
-        match = resident_match(board, root, ids, match.last.end)
-        match.partial = None
+        give_up_partial(board, turn, match)
     board.index.pin(match.last)
     board.index.unpin(turn.cursor)
     turn.cursor = match.last
@@ -91,9 +86,9 @@ def start_feeding(board: Board, turn: Turn) -> None:
     turn.fed = turn.kv_len
     turn.pending = turn.sent = turn.duplicates = 0
     turn.opened = False
-    turn.feed_end = len(ids)
+    turn.feed_end = len(turn.ids)
     _give_back_surplus(board, turn)
-    _account(board, turn)
+    account(board, turn)
 
 
 def _can_copy(board: Board, turn: Turn, match: Match) -> bool:
@@ -112,41 +107,6 @@ def _give_back_surplus(board: Board, turn: Turn) -> None:
     need = -(-len(turn.ids) // board.config.page_tokens) + 1 - len(turn.table)
     while len(turn.spare) > max(need, 0):
         board.ledger.disown(turn.spare.pop())
-
-
-def _account(board: Board, turn: Turn) -> None:
-    """Fill the record: tiers on the first admission, what is done again on later ones."""
-    hit = turn.kv_len
-    board.counters.prefix_hit_tokens += hit
-    turn.prefill_from = board.now
-    if turn.tiers:
-        turn.restore_ms += (board.now - turn.restore_from) * 1e3
-    ram = disk = 0
-    at = min(turn.resident_base, hit)
-    for end, from_disk in turn.tiers:
-        n = max(0, min(end, hit) - at)
-        at += n
-        ram, disk = (ram, disk + n) if from_disk else (ram + n, disk)
-    resident = hit - ram - disk
-    if turn.prefilled_once:
-        again = max(0, min(turn.kv_high, len(turn.ids)) - resident)
-        turn.report = dataclasses.replace(turn.report, recomputed_tokens=turn.report.recomputed_tokens + again)
-        return
-    turn.prefilled_once = True
-    if turn.branch is not None:
-        had = min(turn.branch.kv_len, _shared(turn))
-        missing = had - hit - sum(turn.lost.values())
-        if missing > board.config.page_tokens:
-            turn.lost["evicted"] = missing
-    turn.report = dataclasses.replace(
-        turn.report, prompt_tokens=turn.n_prompt, computed_tokens=turn.n_prompt - hit, resident_tokens=resident,
-        ram_tokens=ram, disk_tokens=disk, queued_ms=(turn.admitted_at - turn.submitted_at) * 1e3,
-    )  # fmt: skip
-
-
-def _shared(turn: Turn) -> int:
-    diverged = turn.report.diverged_at
-    return diverged if diverged >= 0 else turn.n_prompt
 
 
 def index_computed(board: Board, turn: Turn, upto: int) -> None:
@@ -283,23 +243,4 @@ def end(board: Board, turn: Turn, reason: EndReason, message: str = "", reusable
     for other in board.queue:
         other.older_ended = other.older_ended or other.order > turn.order
     board.counters.ended[reason.value] += 1
-    board.out.append(End(turn.id, Ended(reason, _report(board, turn), message)))
-
-
-def _report(board: Board, turn: Turn) -> TurnReport:
-    first = turn.first_token_at
-    return dataclasses.replace(
-        turn.report,
-        prompt_tokens=turn.n_prompt,
-        completion_tokens=turn.accepted,
-        preemptions=turn.preemptions,
-        bytes_from_ram=turn.bytes_from_ram,
-        bytes_from_disk=turn.bytes_from_disk,
-        read_ms=turn.read_ms,
-        verify_ms=turn.verify_ms,
-        copy_ms=turn.copy_ms,
-        restore_ms=turn.restore_ms,
-        prefill_ms=(first - turn.prefill_from) * 1e3 if first and turn.preemptions == 0 else turn.report.prefill_ms,
-        ttft_ms=(first - turn.submitted_at) * 1e3 if first else 0.0,
-        lost=dict(turn.lost),
-    )
+    board.out.append(End(turn.id, Ended(reason, final_report(turn), message)))

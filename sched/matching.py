@@ -4,7 +4,8 @@ A match is: whole pages on the device (``path``), then either a partial page on 
 must come from below (``sources``): whole chunks by key, and at the end at most one chunk of which a part is usable (a
 tail, or a chunk in RAM that goes another way). It never covers a turn's last known token, which must be fed to get an answer.
 
-Deterministic mode: the end of a match must be an exact snapshot end or a multiple of ``deterministic_piece``.
+Deterministic mode: the end of a match must be an exact snapshot end, a multiple of ``deterministic_piece``, or lie before or
+between tokens of this history that were decoded (``allowed_below``).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from kvalet.sched.chunks import Chunk
 from kvalet.sched.prefix import Node, Root
 from kvalet.sched.session import Turn
 from kvalet.sched.transfer_record import TailQuestion, Transfer
-from kvalet.store.ids import ChunkKey, TailRef
+from kvalet.store.ids import ChunkKey
 
 MAX_TAIL_CANDIDATES = 4
 
@@ -60,33 +61,48 @@ class Match:
         return self.last.end + (self.partial[1] if self.partial else 0)
 
 
-def resident_match(board: Board, start: Node, ids: tuple[int, ...], limit: int) -> Match:
-    """What the device holds of ``ids`` beyond ``start``, cut to an allowed end (never before ``start`` in ordinary mode)."""
-    exact = board.config.deterministic
-    path = board.index.walk(start, ids, limit)
-    last = path[-1] if path else start
-    match = Match(start.root, path, board.index.best_partial(last, ids, limit, exact=exact))
-    if exact and match.partial is None:
-        while match.path and not _allowed(board, match.path[-1]):
-            match.path.pop()
-    return match
+def resident_match(board: Board, turn: Turn, limit: int) -> Match:
+    """What the device holds of the turn's ids up to ``limit`` tokens, cut to an allowed end."""
+    root = board.index.root(turn.spec.secret, turn.spec.tenant)
+    ids = tuple(turn.ids)
+    path = board.index.walk(root, ids, limit)
+    last = path[-1] if path else root
+    partial = board.index.best_partial(last, ids, limit, exact=False)
+    if not board.config.deterministic:
+        return Match(root, path, partial)
+    end = allowed_below(board, turn, last.end + (partial[1] if partial else 0))
+    end = max([end, *(node.end for node in path if node.snapshot_end)])
+    exact = board.index.best_partial(last, ids, limit, exact=True)
+    if exact is not None and exact[0].end >= end:
+        return Match(root, path, exact)
+    n_pages, rest = divmod(end, board.config.page_tokens)
+    if rest:
+        source = path[n_pages] if n_pages < len(path) else partial[0] if partial else None
+        return Match(root, path[:n_pages], (source, rest) if source else None)
+    return Match(root, path[:n_pages])
 
 
-def _allowed(board: Board, node: Node) -> bool:
-    return node.snapshot_end or node.end % board.config.deterministic_piece == 0
+def allowed_below(board: Board, turn: Turn, upto: int) -> int:
+    """Deterministic mode: the largest position up to ``upto`` where a match may end whatever computed the KV before it: a
+    multiple of ``deterministic_piece``, or a place in this history before or between tokens that were decoded (each of them
+    is computed alone, so the calls after it are the same wherever it ends)."""
+    best = upto // board.config.deterministic_piece * board.config.deterministic_piece
+    for start, end in (*turn.decoded, (turn.n_prompt, len(turn.ids))):
+        if start <= min(end, upto):
+            best = max(best, min(end, upto))
+    return best
 
 
 def find_match(board: Board, turn: Turn) -> Match:
     ids = tuple(turn.ids)
     limit = len(ids) - 1
-    root = board.index.root(turn.spec.secret, turn.spec.tenant)
-    match = resident_match(board, root, ids, limit)
-    physical = board.index.walk(root, ids, limit)
-    sources = list(_sources(board, root, physical, ids, limit))
+    match = resident_match(board, turn, limit)
+    physical = board.index.walk(match.root, ids, limit)
+    sources = list(_sources(board, match.root, physical, ids, limit))
     if board.config.deterministic:
-        sources = _cut_to_allowed(board, sources, limit)
+        sources = _cut_to_allowed(board, turn, sources, limit)
     if sources and _end(sources[-1], limit) > match.resident_tokens:
-        return Match(root, physical, None, sources)
+        return Match(match.root, physical, None, sources)
     return match
 
 
@@ -94,14 +110,20 @@ def _end(source: Source, limit: int) -> int:
     return min(source.start + source.n_tokens, limit)
 
 
-def _cut_to_allowed(board: Board, sources: list[Source], limit: int) -> list[Source]:
-    kept = list(sources)
-    while kept:
-        end = kept[-1].start + kept[-1].n_tokens
-        if end <= limit and (kept[-1].exact or end % board.config.deterministic_piece == 0):
-            break
-        kept.pop()
-    return kept
+def _cut_to_allowed(board: Board, turn: Turn, sources: list[Source], limit: int) -> list[Source]:
+    """Sources up to the last allowed end; the one in which it lies is used up to there."""
+    while sources:
+        last = sources[-1]
+        end = _end(last, limit)
+        if last.exact and last.start + last.n_tokens <= limit:
+            return sources
+        allowed = allowed_below(board, turn, end)
+        pages = -(-(allowed - last.start) // board.config.page_tokens) - last.first_page
+        if pages > 0:
+            n_pages = last.n_pages if last.attach is not None else min(pages, last.n_pages)
+            return [*sources[:-1], replace(last, n_tokens=allowed - last.start, n_pages=n_pages)]
+        sources = sources[:-1]
+    return sources
 
 
 def _sources(board: Board, root: Root, path: list[Node], ids: tuple[int, ...], limit: int) -> Iterator[Source]:
@@ -156,13 +178,12 @@ def _in_part(
     board: Board, root: Root, parent: ChunkKey | None, ids: tuple[int, ...], start: int, resident: int, limit: int
 ) -> Source | None:
     """The best tail or diverging chunk after ``parent``: RAM's if it gains anything, else what the disk may have."""
-    exact = board.config.deterministic
     want = ids[start : min(limit, start + board.config.chunk_tokens)]
     first_page = max(0, resident - start) // board.config.page_tokens
     parent_chunk = board.chunks.get(parent) if parent else None
     best = None
     if parent is None or parent_chunk is not None:
-        best = board.chunks.best_child(parent_chunk, root.secret, want, exact=exact)
+        best = board.chunks.best_child(parent_chunk, root.secret, want)
     disk = _tail_on_disk(board, root, parent, want, start, first_page)
     if disk is not None and disk.key is not None and (best is None or disk.n_tokens > best[1]):
         return disk
@@ -173,36 +194,34 @@ def _in_part(
             start, shared, first_page, pages - first_page, chunk.ids, chunk.key, chunk, exact=shared == len(chunk.ids)
         )
         return source if chunk.incoming is None else _attached(board, source, chunk.incoming)
-    return None if exact else disk
+    return disk
 
 
 def _tail_on_disk(
     board: Board, root: Root, parent: ChunkKey | None, want: tuple[int, ...], start: int, first_page: int
 ) -> Source | None:
     """A stored tail by its exact key if one matches whole (the longest), else the question which of the stored ones shares
-    most, which only a reader can answer."""
+    most, which only a reader can answer. Never that question before the first chunk: what is stored there are the short
+    prompts of everybody, which are not for others to wait for, or to see."""
     refs = board.disk.tails(board.chunks.parent_bytes(parent))
-    exact: list[TailRef] = []
-    for ref in refs:
-        if ref.n_tokens <= len(want):
-            key = board.chunks.key_after(root.secret, parent, want[: ref.n_tokens])
-            if key.hex().startswith(ref.key_hex16):
-                exact.append(ref)
     page_tokens = board.config.page_tokens
-    if exact:
-        n = max(ref.n_tokens for ref in exact)
+    names = {(ref.n_tokens, ref.key_hex16) for ref in refs}
+    for n in sorted({ref.n_tokens for ref in refs if ref.n_tokens <= len(want)}, reverse=True):
         key = board.chunks.key_after(root.secret, parent, want[:n])
-        chunk = board.chunks.get(key)
-        pages = -(-n // page_tokens) - first_page
-        source = Source(start, n, first_page, pages, want[:n], key, chunk, from_disk=True, exact=True)
-        return _attached(board, source, chunk.incoming) if chunk is not None and chunk.incoming else source
-    if not refs or not want:
+        if (n, key.hex()[:16]) in names:
+            chunk = board.chunks.get(key)
+            pages = -(-n // page_tokens) - first_page
+            source = Source(start, n, first_page, pages, want[:n], key, chunk, from_disk=True, exact=True)
+            return _attached(board, source, chunk.incoming) if chunk is not None and chunk.incoming else source
+    if parent is None or board.config.deterministic:
         return None
-    question = TailQuestion(
-        parent, root.secret, start // board.config.chunk_tokens, start, want, tuple(refs[:MAX_TAIL_CANDIDATES])
-    )
-    pages = -(-len(want) // page_tokens) - first_page
-    return Source(start, len(want), first_page, pages, from_disk=True, question=question) if pages > 0 else None
+    candidates = tuple(refs[:MAX_TAIL_CANDIDATES])
+    n = min(len(want), max((ref.n_tokens for ref in candidates), default=0))
+    pages = -(-n // page_tokens) - first_page
+    if pages < 1:
+        return None
+    question = TailQuestion(parent, root.secret, start // board.config.chunk_tokens, start, want, candidates)
+    return Source(start, n, first_page, pages, from_disk=True, question=question)
 
 
 def pages_needed(board: Board, turn: Turn, match: Match) -> int:
@@ -216,7 +235,7 @@ def pages_needed(board: Board, turn: Turn, match: Match) -> int:
     limit = len(turn.ids) - 1
     want = min(-(-len(turn.ids) // page_tokens) + 1, -(-turn.feeds_until // page_tokens))
     if want + 1 > total and match.partial is not None:
-        _give_up_partial(board, match)
+        give_up_partial(board, turn, match)
     shared = len(match.path)
     for source in match.sources:
         if source.attach is not None:
@@ -229,8 +248,8 @@ def pages_needed(board: Board, turn: Turn, match: Match) -> int:
     return want - shared
 
 
-def _give_up_partial(board: Board, match: Match) -> None:
-    match.partial = None
-    if board.config.deterministic:
-        while match.path and not _allowed(board, match.path[-1]):
-            match.path.pop()
+def give_up_partial(board: Board, turn: Turn, match: Match) -> None:
+    """Shrink ``match`` (one without sources) to an allowed end between two pages."""
+    while match.partial is not None:
+        smaller = resident_match(board, turn, match.last.end)
+        match.path, match.partial = smaller.path, smaller.partial

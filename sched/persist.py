@@ -31,8 +31,8 @@ NOT_THE_DISKS_FAULT = frozenset({"cancelled", "ancestor"})
 def pump(board: Board) -> None:
     """Start what writes are due: RAM below its low watermark of reclaimable slots, up to the high one; all of it while a
     victim waits for a slot; nothing while the disk takes none."""
-    if not can_drain(board) or board.drain_deadline is not None:
-        return
+    if not can_drain(board) or (board.drain_deadline is not None and not board.turns):
+        return  # the drain itself decides once no turn is left
     if board.chunks.book.n_slots == 0:
         _write_victim(board)
         return

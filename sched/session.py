@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import islice
@@ -11,6 +12,7 @@ from kvalet.sched.prefix import Node, common_prefix
 from kvalet.sched.states import TurnState
 from kvalet.sched.transfer_record import Transfer
 from kvalet.sched.turns import TurnId, TurnReport, TurnSpec
+from kvalet.store.ids import ids_le
 
 MAX_BRANCHES = 16
 """Branches kept per session; the least recently used is forgotten (its KV stays cached until it is evicted)."""
@@ -67,7 +69,8 @@ class Turn:
     completed or planned steps. ``pending``: planned steps whose sampled token is not known yet. ``feed_end``: known tokens
     to feed at this admission before it decodes again. ``table``: pages by position; ``sent``: how many of them the engine
     knows. ``spare``: owned pages not in the table yet. ``cursor``: the deepest index node it stands on (pinned; not None
-    exactly while admitted). ``source``: a partial page to copy before the first step (pinned), of which ``source_tokens`` count.
+    exactly while admitted). ``source``: a partial page to copy before the first step (pinned), of which ``source_tokens``
+    count.
     """
 
     spec: TurnSpec
@@ -125,8 +128,9 @@ class Turn:
 
     def __repr__(self) -> str:
         return (
-            f"Turn({self.id}, {self.state.value}, row={self.row}, prompt={self.n_prompt}, ids={len(self.ids)}, kv={self.kv_len}, "
-            f"fed={self.fed}, pending={self.pending}, table={self.table}, spare={list(self.spare)}, restores={len(self.restores)})"
+            f"Turn({self.id}, {self.state.value}, row={self.row}, prompt={self.n_prompt}, ids={len(self.ids)}, "
+            f"kv={self.kv_len}, fed={self.fed}, pending={self.pending}, table={self.table}, spare={list(self.spare)}, "
+            f"restores={len(self.restores)})"
         )
 
     @property
@@ -176,6 +180,10 @@ class Turn:
         return len(self.table) + len(self.spare)
 
 
+def _prefix_name(branch: Branch) -> bytes:
+    return hashlib.blake2b(ids_le(branch.ids[: branch.boundary]), key=branch.secret, digest_size=16).digest()
+
+
 class SessionBook:
     """Open sessions, least recently used first. Bound: ``max_sessions``; beyond it the least recently used session without
     live turns is forgotten, and if all have some, ``open`` answers None."""
@@ -184,7 +192,7 @@ class SessionBook:
         self._max = max_sessions
         self._named: dict[tuple[str, str], Session] = {}
         self._nameless: dict[int, Session] = {}
-        self._by_prefix: dict[tuple[bytes, int, int], Session] = {}
+        self._by_prefix: dict[bytes, Session] = {}
         self._lengths: dict[int, int] = {}
 
     def __len__(self) -> int:
@@ -232,16 +240,24 @@ class SessionBook:
         session.extend(old, new)
         if not session.name and id(session) in self._nameless:
             for branch in session.branches:
-                key = (branch.secret, branch.boundary, hash(branch.ids[: branch.boundary]))
-                self._by_prefix[key] = session
+                self._by_prefix[_prefix_name(branch)] = session
                 self._lengths[branch.boundary] = self._lengths.get(branch.boundary, 0) + 1
 
     def _recognise(self, spec: TurnSpec) -> Session | None:
-        for length in sorted((n for n in self._lengths if n <= len(spec.prompt)), reverse=True):
-            session = self._by_prefix.get((spec.secret, length, hash(spec.prompt[:length])))
-            if session and any(b.boundary == length and b.ids[:length] == spec.prompt[:length] for b in session.branches):
-                return session
-        return None
+        """The nameless session with the longest boundary that the prompt begins with: one pass over the prompt's ids."""
+        digest = hashlib.blake2b(key=spec.secret, digest_size=16)
+        found: Session | None = None
+        at = 0
+        for length in sorted(n for n in self._lengths if n <= len(spec.prompt)):
+            digest.update(ids_le(spec.prompt[at:length]))
+            at = length
+            session = self._by_prefix.get(digest.digest())
+            if session is not None and any(
+                b.boundary == length and b.secret == spec.secret and b.ids[:length] == spec.prompt[:length]
+                for b in session.branches
+            ):
+                found = session
+        return found
 
     def claimed(self, branch: Branch) -> bool:
         """Some open session still has this branch. O(sessions)."""
@@ -263,7 +279,7 @@ class SessionBook:
 
     def _forget_prefixes(self, session: Session) -> None:
         for branch in session.branches:
-            key = (branch.secret, branch.boundary, hash(branch.ids[: branch.boundary]))
+            key = _prefix_name(branch)
             if self._by_prefix.get(key) is session:
                 del self._by_prefix[key]
             left = self._lengths.get(branch.boundary, 0) - 1

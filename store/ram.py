@@ -124,7 +124,7 @@ class RamBook:
     def is_clean(self, slot: int) -> bool:
         return self._at(slot).clean
 
-    def keys(self) -> Iterator[tuple[ChunkKey, int]]:
+    def filled(self) -> Iterator[tuple[ChunkKey, int]]:
         """(key, slot) of every filled slot, oldest fill first."""
         return iter(self._by_key.items())
 

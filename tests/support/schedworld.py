@@ -162,7 +162,8 @@ class World:
 
     def _do_End(self, command: cmd.End) -> None:
         client = self.clients[command.turn]
-        assert client.accepted and client.ended is None, f"turn {command.turn} ended twice or was never accepted"
+        assert client.accepted, f"turn {command.turn} ends and was never accepted"
+        assert client.ended is None, f"turn {command.turn} ends twice"
         client.ended = command.ended
         self.judge(client)
 
@@ -353,8 +354,10 @@ class World:
         assert not alive, f"turns {alive} never ended\n{self.core.tell()}"
         assert sum(stats.turns.values()) == 0
         assert stats.queue_length == 0
-        assert stats.steps_in_flight == 0 and not any(stats.transfers.values()), stats
-        assert stats.pages.leased_only == 0 and stats.pages.held == stats.idle_pages, stats.pages
-        assert stats.ram.taken == 0 and stats.staging.taken == 0, (stats.ram, stats.staging)
+        assert stats.steps_in_flight == 0
+        assert not any(stats.transfers.values()), stats.transfers
+        assert stats.pages.leased_only == 0, stats.pages
+        assert stats.pages.held == stats.idle_pages, stats
+        assert stats.ram.taken + stats.staging.taken == 0, (stats.ram, stats.staging)
         if self.store is not None:
             assert not +self.store.pins, self.store.pins
