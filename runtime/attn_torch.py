@@ -1,10 +1,12 @@
 """The plain reference of paged attention, for any device: gather a row's pages, one SDPA per segment.
 
-Also what prefill pieces run on: they gather once per piece, for all layers. The decodes' fast path is ``attn_arena``; a test
-holds the two equal.
+Also what prefill pieces run on: they gather once per piece and layer. The fast path of decodes is ``attn_arena``; a test holds
+the two equal.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from kvalet.runtime.batch import Batch, Span
@@ -14,26 +16,32 @@ from torch.nn import functional
 
 
 class SegmentAttention:
-    """Attention of one segment's new tokens to their row: its past from the pages, then themselves, causally."""
+    """Attention of one segment's new tokens to their row: its past from the pages, then themselves, causally.
+
+    Holds one layer of one row's KV at a time: [2, row tokens, kv_head, head_dim]."""
 
     def __init__(self, pool: KVPool, span: Span) -> None:
-        segment = span.segment
-        geometry = pool.geometry
-        self.begin, self.end, self.start = span.begin, span.end, segment.start
-        shape = (geometry.n_layers, 2, segment.end, geometry.n_kv_heads, geometry.head_dim)
+        segment, geometry = span.segment, pool.geometry
+        self.begin, self.end = span.begin, span.end
+        self._pool, self._start, self._total = pool, segment.start, segment.end
+        past = geometry.pages_for(segment.start)
+        self._past = past * geometry.page_tokens
+        self._table = torch.tensor(segment.pages[:past], dtype=torch.int64)
+        shape = (2, max(self._past, segment.end), geometry.n_kv_heads, geometry.head_dim)
         self._kv = torch.empty(shape, dtype=pool.pages.dtype)
-        pool.gather(segment.pages, segment.start, self._kv[:, :, : segment.start])
-        self._mask = _mask(segment.start, segment.n)
+        self._mask = causal_mask(segment.start, segment.n, pool.pages.dtype)
 
     def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """``q`` [n, q_heads, dim], ``k`` and ``v`` [n, kv_heads, dim] of this segment -> [n, q_heads * dim]."""
-        keys, values = self._kv[layer]
-        keys[self.start :] = k
-        values[self.start :] = v
+        if self._past:
+            self._pool.read_layer(self._table, layer, self._kv[:, : self._past])
+        self._kv[0, self._start : self._total] = k
+        self._kv[1, self._start : self._total] = v
+        keys, values = self._kv[:, : self._total].transpose(1, 2).unsqueeze(1)
         out = functional.scaled_dot_product_attention(
             q.transpose(0, 1).unsqueeze(0),
-            keys.transpose(0, 1).unsqueeze(0),
-            values.transpose(0, 1).unsqueeze(0),
+            keys,
+            values,
             attn_mask=self._mask,
             is_causal=self._mask is None and q.shape[0] > 1,
             enable_gqa=True,
@@ -41,16 +49,16 @@ class SegmentAttention:
         return out.squeeze(0).transpose(0, 1).reshape(q.shape[0], -1)
 
 
-def _mask(start: int, n: int) -> Tensor | None:
-    """bool [n, start + n], True where token i may look (its own position included); None where SDPA's own causal mask, or none
-    at all, says the same."""
+def causal_mask(start: int, n: int, dtype: torch.dtype) -> Tensor | None:
+    """Additive mask [n, start + n]: 0 where token i may look (its own position included), -inf elsewhere; None where SDPA's own
+    causal mask, or none at all, says the same."""
     if n == 1 or start == 0:
         return None
-    return torch.ones(n, start + n, dtype=torch.bool).tril_(diagonal=start)
+    return torch.full((n, start + n), -math.inf, dtype=dtype).triu_(diagonal=start + 1)
 
 
 class PlainAttention:
-    """``model.Attend`` for a whole call, segment by segment; collects the new KV and writes it into the pages at the end."""
+    """``model.Attend`` for a whole call, segment by segment; keeps the new KV and writes it into the pages at the end."""
 
     def __init__(self, pool: KVPool, batch: Batch, new_kv: Tensor) -> None:
         """``new_kv`` [layer, 2, >= n, kv_head, head_dim]: room for the call's KV."""

@@ -1,16 +1,18 @@
 """One step's segments through the model: split into calls, attention chosen, KV written, logits of the sampled positions.
 
-Without ``deterministic`` everything is one call. With it the bits of a row may depend on nothing but the row: decodes go in calls
-of one fixed row count, padded with tokens on the scratch page, and each prefill piece alone.
+Without ``deterministic`` everything is one call. With it the bits of a row may depend on nothing but the row: decodes go in
+calls of one fixed row count, padded with tokens on the scratch page, and each prefill piece alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
-from kvalet.runtime.attn_torch import PlainAttention
-from kvalet.runtime.batch import Batch, Segment, make_batch
+from kvalet.runtime.arena import Arena, Copy
+from kvalet.runtime.attn_arena import ArenaAttention
+from kvalet.runtime.batch import Segment, make_batch
 from kvalet.runtime.config import EngineConfig
 from kvalet.runtime.errors import EngineError
 from kvalet.runtime.kvpool import KVPool
@@ -27,6 +29,8 @@ class Forward:
         self._max_tokens = max(config.max_step_tokens, config.decode_rows)
         shape = (geometry.n_layers, 2, self._max_tokens, geometry.n_kv_heads, geometry.head_dim)
         self._new_kv = torch.zeros(shape, dtype=pool.pages.dtype)
+        self._group = decoder.spec.n_q_heads // decoder.spec.n_kv_heads
+        self.arena = Arena(geometry, config.arena_tokens)
         self._calls = 0
 
     def __call__(self, segments: Sequence[Segment]) -> Tensor:
@@ -36,13 +40,11 @@ class Forward:
             raise EngineError(f"{n} tokens in one step; the engine was made for {self._max_tokens}")
         parts: dict[int, Tensor] = {}
         for indices, pad_to in self._calls_of(segments):
-            members = [segments[i] for i in indices]
-            logits = self.run(make_batch(members, self._pool.geometry.page_tokens, pad_to))
-            parts.update(zip((i for i in indices if segments[i].sample), logits, strict=True))
+            logits = self.run([segments[i] for i in indices], pad_to)
             if len(indices) == len(segments):
                 return logits
-        vocab = self._decoder.spec.vocab
-        return torch.stack([parts[i] for i in sorted(parts)]) if parts else torch.empty(0, vocab)
+            parts.update(zip((i for i in indices if segments[i].sample), logits, strict=True))
+        return torch.stack([parts[i] for i in sorted(parts)]) if parts else torch.empty(0, self._decoder.spec.vocab)
 
     def _calls_of(self, segments: Sequence[Segment]) -> list[tuple[list[int], int]]:
         """(indices of a call's segments, tokens to pad it to; 0: not)."""
@@ -57,17 +59,40 @@ class Forward:
         calls = [(decodes[at : at + rows], rows) for at in range(0, len(decodes), rows)]
         return calls + [([i], 0) for i, segment in enumerate(segments) if not segment.decode]
 
-    def run(self, batch: Batch) -> Tensor:
-        """One call: its KV is written to the pages; returns the logits of its sampled positions."""
+    def run(self, segments: Sequence[Segment], pad_to: int = 0) -> Tensor:
+        """One call: its KV is written to the pages; returns the logits of its sampled positions, in order of ``segments``."""
         self._calls += 1
-        attention = PlainAttention(self._pool, batch, self._new_kv)
+        copies = self._copies(segments)
+        order = sorted(range(len(segments)), key=lambda i: _place_in_call(copies[i]))
+        batch = make_batch([segments[i] for i in order], self._pool.geometry.page_tokens, pad_to)
+        sampling = [i for i in order if segments[i].sample]
+        if sampling != sorted(sampling):
+            back = torch.tensor(sampling).argsort()
+            batch = replace(batch, sampled=batch.sampled[back], keep=None if pad_to else batch.sampled[back])
+        attention = ArenaAttention(self._pool, batch, self._new_kv, [copies[i] for i in order], self._group)
         hidden = self._decoder.hidden(batch.ids, batch.positions, attention, batch.keep)
         attention.commit()
         logits = self._decoder.logits(hidden)
-        return logits if batch.keep is not None or len(batch.sampled) == batch.n else logits[batch.sampled]
+        return logits[batch.sampled] if pad_to else logits
+
+    def _copies(self, segments: Sequence[Segment]) -> list[Copy | None]:
+        """The arena's copies of the decodes, one per segment."""
+        copies: list[Copy | None] = [None] * len(segments)
+        decodes = [i for i, segment in enumerate(segments) if segment.decode and segment.n == 1]
+        wanted = [(segments[i].row, segments[i].start, segments[i].pages) for i in decodes]
+        for i, copy in zip(decodes, self.arena.ready(self._pool, wanted), strict=True):
+            copies[i] = copy
+        return copies
 
     def release(self, row: int) -> None:
-        """The row is closed."""
+        """The row is closed: its copy goes."""
+        self.arena.release(row)
 
     def stats(self) -> dict[str, float]:
-        return {"calls": float(self._calls)}
+        """Counters since the start."""
+        return {"calls": float(self._calls), "arena_fills": float(self.arena.fills)}
+
+
+def _place_in_call(copy: Copy | None) -> tuple[int, int]:
+    """Decodes with copies first, by sheet and slot, so that a sheet's rows are neighbours in the call."""
+    return (1 << 30, 0) if copy is None else (copy.sheet.first_block, copy.slot)

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 VERSIONS = (2, 3)
 MAX_DIMS = 4
+MAX_NAME = 128
 DEFAULT_ALIGNMENT = 32
 MAX_ALIGNMENT = 1 << 20
 _STRING, _ARRAY = 8, 9
@@ -161,6 +162,8 @@ class GgufFile:
 
     def _info(self, cursor: _Cursor) -> TensorInfo:
         name, n_dims = cursor.string(), cursor.scalar("I")
+        if len(name) > MAX_NAME or not name.isprintable():
+            raise ModelError(f"model file {self.path} is damaged: a tensor's name is {name[:20]!r}")
         if not 0 < n_dims <= MAX_DIMS:
             raise ModelError(f"model file {self.path} is damaged: tensor {name} has {n_dims} dimensions")
         shape = tuple(cursor.scalar("Q") for _ in range(n_dims))[::-1]

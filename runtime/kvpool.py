@@ -63,25 +63,35 @@ class KVPool:
                 raise IndexError(f"page {page} is outside the pool of {self.n_pages}")
         self._bytes[destination].copy_(self._bytes[source])
 
-    def gather(self, pages: Sequence[int], n_tokens: int, out: Tensor | None = None) -> Tensor:
-        """Copy of the KV of the first ``n_tokens`` tokens of a page table: [layer, 2, n_tokens, kv_head, head_dim].
-
-        Only the table's first ceil(n_tokens / page_tokens) pages are read, and of the last one only what is filled.
-        ``out``: where to (same shape, any strides). Runs of neighbouring pages are copied at once.
-        """
+    def gather(self, pages: Sequence[int], n_tokens: int) -> Tensor:
+        """Copy of the KV of the first ``n_tokens`` tokens of a page table: [layer, 2, n_tokens, kv_head, head_dim]."""
         geometry = self.geometry
-        if out is None:
-            shape = (geometry.n_layers, 2, n_tokens, geometry.n_kv_heads, geometry.head_dim)
-            out = torch.empty(shape, dtype=self.pages.dtype)
-        tokens = geometry.page_tokens
+        shape = (geometry.n_layers, 2, n_tokens, geometry.n_kv_heads, geometry.head_dim)
+        out = torch.empty(shape, dtype=self.pages.dtype)
+        for half in (0, 1):
+            self.read(pages, n_tokens, half, out[:, half])
+        return out
+
+    def read(self, pages: Sequence[int], n_tokens: int, half: int, out: Tensor) -> None:
+        """Copy keys (``half`` 0) or values (1) of the first ``n_tokens`` tokens of a page table to ``out`` [layer, n_tokens,
+        kv_head, head_dim], of any strides.
+
+        Only the table's first ceil(n_tokens / page_tokens) pages are read, and of the last one only what is filled. Runs of
+        neighbouring pages are copied at once.
+        """
+        tokens = self.geometry.page_tokens
         whole, rest = divmod(n_tokens, tokens)
         for first, count, at in page_runs(pages[:whole]):
-            run = self.pages[first : first + count].permute(1, 2, 0, 3, 4, 5)
-            part = out[:, :, at * tokens : (at + count) * tokens]
-            part.view(*part.shape[:2], count, tokens, *part.shape[3:]).copy_(run)
+            part = out[:, at * tokens : (at + count) * tokens]
+            part = part.view(part.shape[0], count, tokens, *part.shape[2:])
+            part.copy_(self.pages[first : first + count, :, half].transpose(0, 1))
         if rest:
-            out[:, :, whole * tokens :].copy_(self.pages[pages[whole], :, :, :rest])
-        return out
+            out[:, whole * tokens :].copy_(self.pages[pages[whole], :, half, :rest])
+
+    def read_layer(self, table: Tensor, layer: int, out: Tensor) -> None:
+        """Copy one layer of whole pages ``table`` (int64 [pages]) to ``out`` [2, pages * page_tokens, kv_head, head_dim]."""
+        found = self.pages[:, layer].index_select(0, table)
+        out.view(2, table.shape[0], -1, *out.shape[2:]).copy_(found.transpose(0, 1))
 
     def write(self, kv: Tensor, places: Tensor) -> None:
         """Write the KV of ``n`` tokens, ``kv`` [layer, 2, n, kv_head, head_dim], to the places int64 [n]

@@ -57,6 +57,14 @@ class Packed:
         return y
 
 
+def dense_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
+    """The fastest product with ``weight`` as it is: packed for oneDNN where that exists (bf16 on the CPU)."""
+    on_cpu = weight.dtype == torch.bfloat16 and weight.device.type == "cpu"
+    if on_cpu and torch._C._has_mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return Packed(weight, bias)
+    return Dense(weight, bias)
+
+
 class Int4:
     """Q4_1 or Q4_0 blocks of the file through PyTorch's int4 product, bf16 activations. Scales and zeros are rounded to bf16.
 

@@ -12,7 +12,7 @@ import torch
 from kvalet.runtime import dequant
 from kvalet.runtime.errors import ModelError
 from kvalet.runtime.gguf import GgufFile, TensorInfo
-from kvalet.runtime.linear import Dense, Int4, Int8, Linear, Packed, Switched, measured_switch_rows
+from kvalet.runtime.linear import Int4, Int8, Linear, Switched, dense_linear, measured_switch_rows
 from kvalet.runtime.spec import INTERLEAVED_ROPE, ModelSpec
 from torch import Tensor
 
@@ -198,14 +198,6 @@ class _Loader:
             return int8
         dense = dense_linear(weight)
         return Switched(int8, dense, measured_switch_rows(int8, dense, self.spec.hidden, repeats=3))
-
-
-def dense_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
-    """The fastest product with ``weight`` as it is: packed for oneDNN where that exists (bf16 on the CPU)."""
-    on_cpu = weight.dtype == torch.bfloat16 and weight.device.type == "cpu"
-    if on_cpu and torch._C._has_mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return Packed(weight, bias)
-    return Dense(weight, bias)
 
 
 def rope_order(rows: int, interleaved_heads: int) -> Tensor:
