@@ -39,21 +39,28 @@ class Directory:
     why_buffered: str = ""
     folder_fds: dict[str, int] = field(default_factory=dict)
     swept: int = 0
+    dirty_folders: set[str] = field(default_factory=lambda: {layout.CHUNKS, layout.TAILS})
+    """Both at first: whoever had the store before may have been killed between making a shard and flushing it."""
     _counter: int = 0
 
     def open_shard(self, folder: str, shard: str) -> int:
         """A descriptor of c/<shard> or t/<shard>; never through a symbolic link. The caller closes it."""
         return self.io.open(shard, DIRECTORY_FLAGS, dir_fd=self.folder_fds[folder])
 
-    def make_shard(self, folder: str, shard: str, *, durable: bool) -> int:
-        """Like ``open_shard``, made if missing (and its own entry made durable)."""
+    def make_shard(self, folder: str, shard: str) -> int:
+        """Like ``open_shard``, made if missing; then ``folder`` is in ``dirty_folders`` until ``flush_folders``."""
         try:
             return self.open_shard(folder, shard)
         except FileNotFoundError:
+            self.dirty_folders.add(folder)
             self.io.mkdir(shard, dir_fd=self.folder_fds[folder])
-        if durable:
-            self.io.fsync(self.folder_fds[folder])
         return self.open_shard(folder, shard)
+
+    def flush_folders(self) -> None:
+        """Make new shards durable: one fsync per folder. A folder stays dirty until that has succeeded."""
+        for folder in sorted(self.dirty_folders):
+            self.io.fsync(self.folder_fds[folder])
+            self.dirty_folders.discard(folder)
 
     def new_tmp_name(self) -> str:
         self._counter += 1

@@ -106,20 +106,28 @@ def publish(disk: Directory, wave: Sequence[Write], *, sync: bool) -> list[Publi
 
     Parents of all writes of a wave are durable already. Returns those that failed; their files are gone again.
     """
-    failures: list[PublishFailure] = []
     shards: dict[tuple[str, str], list[Write]] = {}
     for write in wave:
         shards.setdefault((write.file.folder, write.file.shard), []).append(write)
+    failures: list[PublishFailure] = []
+    opened: list[tuple[int, list[Write]]] = []
     for (folder, shard), writes in shards.items():
         try:
-            fd = disk.make_shard(folder, shard, durable=sync)
+            opened.append((disk.make_shard(folder, shard), writes))
         except (OSError, MemoryError) as error:
             failures += [_take_back(disk, write, error) for write in writes]
-            continue
-        try:
+    unflushed: OSError | MemoryError | None = None
+    try:
+        if sync:
+            disk.flush_folders()
+    except (OSError, MemoryError) as error:
+        unflushed = error
+    for fd, writes in opened:
+        if unflushed is None:
             failures += _publish_shard(disk, fd, writes, sync=sync)
-        finally:
-            disk.close_quietly(fd)
+        else:
+            failures += [_take_back(disk, write, unflushed) for write in writes]
+        disk.close_quietly(fd)
     return failures
 
 

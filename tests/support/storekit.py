@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvalet.store import scan
+from kvalet.store import layout, scan
 from kvalet.store.config import BLOCK_BYTES, StoreConfig
 from kvalet.store.fileio import FileIO
 from kvalet.store.ids import ChunkMeta, Identity, chunk_key, tenant_secret
@@ -172,7 +172,8 @@ class Rig:
         assert self.tmp_names() == []
 
     def tmp_names(self) -> list[str]:
-        return os.listdir(self.directory / "tmp")
+        """Temporary files of ours."""
+        return [name for name in os.listdir(self.directory / "tmp") if layout.is_tmp_name(name)]
 
     def reasons(self) -> dict[str, int]:
         """Refusals so far by reason."""
