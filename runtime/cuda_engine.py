@@ -9,7 +9,7 @@ before.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,6 +23,7 @@ from kvalet.runtime.errors import EngineError
 from kvalet.runtime.plan import Row, RowId, RowOpen, RowResult, StepPlan, StepResult
 from kvalet.runtime.rows import RowState, TextContext
 from kvalet.runtime.sampler import sample
+from numpy.typing import NDArray
 from torch import Tensor
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
@@ -103,9 +104,11 @@ class CudaEngine:
                 work = [(row, held) for row, held in work if held.state.ended is None]
             launched = _Launched(plan, work, self._ids_ring[plan.step % RING], torch.cuda.Event(), started)
             self._feed(work)
-            self._decode(launched)
-            self._prefills(launched)
+            runs = (self._plan_decode(launched), self._plan_prefill(launched))
             self._planned.record()
+            for run in runs:
+                if run is not None:
+                    run()
             launched.event.record()
         self._previous = launched
         return launched
@@ -155,51 +158,52 @@ class CudaEngine:
             pairs = torch.tensor([[h.slot for h, _ in fed], [h.state.ids[at] for h, at in fed]]).to(self.device)
             self.last_ids.index_copy_(0, pairs[0], pairs[1])
 
-    def _decode(self, launched: _Launched) -> None:
-        """One graph replay for all rows that decode one token."""
+    def _plan_decode(self, launched: _Launched) -> Callable[[], None] | None:
+        """Plan one graph replay for all rows that decode one token; returns what runs it."""
         at = [i for i, (row, _) in enumerate(launched.work) if row.decode and row.n == 1]
         if not at:
-            return
+            return None
         bucket = min((b for b in self._graphs if b >= len(at)), default=0)
         if not bucket:
             raise EngineError(f"{len(at)} decode rows; the largest graph takes {max(self._graphs)}")
         rows = [launched.work[i] for i in at]
         graph = self._graphs[bucket]
         graph.set_rows([held.pages for _, held in rows], [row.start for row, _ in rows], [held.slot for _, held in rows])
-        graph.replay()
-        launched.ids[: len(at)].copy_(graph.next_ids[: len(at)], non_blocking=True)
-        self._note_sampled(launched, at, range(len(at)), graph.logits)
 
-    def _prefills(self, launched: _Launched) -> None:
-        """All prefill pieces (and forced runs) of the step in one packed call."""
+        def run() -> None:
+            graph.replay()
+            launched.ids[: len(at)].copy_(graph.next_ids[: len(at)], non_blocking=True)
+            self._note_sampled(launched, at, range(len(at)), graph.logits)
+
+        return run
+
+    def _plan_prefill(self, launched: _Launched) -> Callable[[], None] | None:
+        """Plan all prefill pieces (and forced runs) of the step as one packed call; returns what runs it."""
         at = [i for i, (row, _) in enumerate(launched.work) if not (row.decode and row.n == 1)]
         if not at:
-            return
+            return None
         rows = [launched.work[i] for i in at]
-        places, positions, ids = [], [], []
-        for row, held in rows:
-            span = np.arange(row.start, row.start + row.n)
-            pages = np.asarray(held.pages, dtype=np.int64)
-            places.append(pages[span // self._page_tokens] * self._page_tokens + span % self._page_tokens)
-            positions.append(span)
-            ids.append(np.asarray(held.state.ids[row.start : row.start + row.n], dtype=np.int64))
         self._prefill.plan(
             fi.page_tables([held.pages for _, held in rows], [row.start + row.n for row, _ in rows], self._page_tokens),
             [row.n for row, _ in rows],
         )
-        packed = torch.from_numpy(np.stack([np.concatenate(part) for part in (ids, positions, places)])).to(self.device)
-        hidden = self.decoder.hidden(packed[0], packed[1], packed[2], self._prefill.run)
+        packed = torch.from_numpy(_packed(rows, self._page_tokens)).to(self.device)
         ends = np.cumsum([row.n for row, _ in rows]) - 1
         asking = [k for k, (row, _) in enumerate(rows) if row.sample]
-        if not asking:
-            return
-        logits = self.decoder.logits(hidden[torch.from_numpy(ends[asking]).to(self.device)])
-        chosen = logits.argmax(dim=-1)
-        slots = torch.tensor([rows[k][1].slot for k in asking]).to(self.device)
-        self.last_ids.index_copy_(0, slots, chosen)
-        first = sum(1 for row, _ in launched.work if row.decode and row.n == 1)
-        launched.ids[first : first + len(asking)].copy_(chosen, non_blocking=True)
-        self._note_sampled(launched, [at[k] for k in asking], range(first, first + len(asking)), logits)
+        picks = torch.tensor([[ends[k], rows[k][1].slot] for k in asking], dtype=torch.int64).view(-1, 2).to(self.device)
+        first = len(launched.work) - len(rows)
+
+        def run() -> None:
+            hidden = self.decoder.hidden(packed[0], packed[1], packed[2], self._prefill.run)
+            if not asking:
+                return
+            logits = self.decoder.logits(hidden[picks[:, 0]])
+            chosen = logits.argmax(dim=-1)
+            self.last_ids.index_copy_(0, picks[:, 1], chosen)
+            launched.ids[first : first + len(asking)].copy_(chosen, non_blocking=True)
+            self._note_sampled(launched, [at[k] for k in asking], range(first, first + len(asking)), logits)
+
+        return run
 
     def _note_sampled(self, launched: _Launched, at: Sequence[int], places: Sequence[int], logits: Tensor) -> None:
         """Remember where the rows' ids will be; keep logits that the host samples from (the graph's are overwritten)."""
@@ -244,3 +248,14 @@ class CudaEngine:
         launched.result = StepResult(
             launched.plan.step, tuple(results), (waited - launched.started) * 1e3, (ended - waited) * 1e3
         )
+
+
+def _packed(rows: Sequence[tuple[Row, _Open]], page_tokens: int) -> NDArray[np.int64]:
+    """[3, tokens]: ids, positions and places of a packed call."""
+    parts: list[NDArray[np.int64]] = []
+    for row, held in rows:
+        span = np.arange(row.start, row.start + row.n, dtype=np.int64)
+        pages = np.asarray(held.pages, dtype=np.int64)
+        ids = np.asarray(held.state.ids[row.start : row.start + row.n], dtype=np.int64)
+        parts.append(np.stack((ids, span, pages[span // page_tokens] * page_tokens + span % page_tokens)))
+    return np.concatenate(parts, axis=1)

@@ -61,7 +61,8 @@ class CudaPool:
 
 
 class RegisteredSlab:
-    """A slab whose memory is registered with CUDA, in pieces, so that DMA reads and writes it in place."""
+    """A slab whose memory is registered with CUDA, in pieces of whole slots (no copy may cross two registrations), so that DMA
+    reads and writes it in place."""
 
     PIECE_BYTES = 1 << 30
 
@@ -71,8 +72,9 @@ class RegisteredSlab:
         whole = (ctypes.c_uint8 * slab.n_bytes).from_address(slab.address)
         self._tensor = torch.frombuffer(whole, dtype=torch.uint8)
         self._pieces: list[int] = []
-        for start in range(0, slab.n_bytes, self.PIECE_BYTES):
-            length = min(self.PIECE_BYTES, slab.n_bytes - start)
+        piece = max(1, self.PIECE_BYTES // slab.slot_bytes) * slab.slot_bytes
+        for start in range(0, slab.n_bytes, piece):
+            length = min(piece, slab.n_bytes - start)
             code = int(torch.cuda.cudart().cudaHostRegister(slab.address + start, length, 0))
             if code:
                 self.close()
@@ -167,7 +169,10 @@ class _Direction:
                     if self._issued:
                         self._finish_oldest()
                     continue
-                self._issue(copy, stream)
+                try:
+                    self._issue(copy, stream)
+                except (RuntimeError, IndexError) as failure:  # a copy that cannot be queued fails; the direction lives
+                    copy.done(f"{type(failure).__name__}: {failure}", 0.0)
                 while self._issued_bytes > self._limit:
                     self._finish_oldest()
 

@@ -95,6 +95,7 @@ def prefill_cell(decoder: CudaDecoder, n: int, piece: int) -> dict[str, Any]:
         for start in range(0, n, piece):
             end = min(n, start + piece)
             positions = torch.arange(start, end, device=DEVICE)
+            torch.cuda.current_stream().synchronize()  # a plan's pinned buffer is read by the stream: never plan over it
             plan.plan(fi.page_tables([pages], [end], PAGE), [end - start])
             dest = where[positions // PAGE] * PAGE + positions % PAGE
             decoder.logits(prefill(decoder, plan, ids[start:end], positions.int(), dest)[-1:])
