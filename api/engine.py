@@ -32,6 +32,7 @@ from kvalet.api.refusals import refusal_error
 from kvalet.api.requests import ChatRequest, CompletionRequest, ToolCall
 from kvalet.api.session import Session
 from kvalet.api.turn import Turn
+from kvalet.runtime.geometry import PAGE_TOKENS
 from kvalet.sched.errors import Refused
 from kvalet.sched.loop import Scheduler
 from kvalet.sched.status import DrainReport, SchedulerStatistics
@@ -167,7 +168,9 @@ class Engine:
         try:
             stream = await scheduler.submit(spec)
         except Refused as refused:
-            raise refusal_error(refused, len(prepared.ids), self.model.context_tokens) from refused
+            limit = min(self.model.context_tokens, self._open_parts().plan.pool_tokens - PAGE_TOKENS)
+            param = "messages" if isinstance(request, ChatRequest) else "prompt"
+            raise refusal_error(refused, len(prepared.ids), limit, param) from refused
         return Turn(
             stream,
             f"{kind}-{secrets.token_hex(12)}",

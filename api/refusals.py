@@ -17,13 +17,17 @@ STATUS = {
 """(status, code, seconds after which trying again may help where the scheduler gives none)."""
 
 
-def refusal_error(refused: Refused, n_prompt: int, context_tokens: int) -> ApiError:
-    """A prompt that can never fit gets the sentence by which agents know that they must shorten their history."""
+def refusal_error(refused: Refused, n_prompt: int, limit_tokens: int, param: str) -> ApiError:
+    """A prompt that can never fit gets the sentence by which agents know that they must shorten their history.
+
+    ``limit_tokens``: what a prompt and its answer can have at most here, the pool's size considered. ``param``: the prompt's
+    field.
+    """
     status, code, retry_after_s = STATUS[refused.refusal]
-    message = refused.message
-    if refused.refusal is Refusal.NEVER_FITS:
-        message = (
-            f"This model's maximum context length is {context_tokens} tokens. However, you requested {n_prompt} tokens in the"
-            f" prompt, which this server cannot hold: {refused.message}. Please reduce the length of the prompt."
-        )
-    return ApiError(message, status=status, code=code, retry_after_s=refused.retry_after_s or retry_after_s)
+    if refused.refusal is not Refusal.NEVER_FITS:
+        return ApiError(refused.message, status=status, code=code, retry_after_s=refused.retry_after_s or retry_after_s)
+    message = (
+        f"This model's maximum context length is {limit_tokens} tokens. However, you requested {n_prompt} tokens in the"
+        f" {param}: {refused.message}. Please reduce the length of the {param}."
+    )
+    return ApiError(message, param=param, status=status, code=code)

@@ -191,7 +191,8 @@ async def test_refusals(refusal: Refusal) -> None:
     assert (caught.value.status, caught.value.code) == (status, code)
     assert caught.value.retry_after_s == (3.0 if refusal is Refusal.QUEUE_FULL else retry_after_s)
     if refusal is Refusal.NEVER_FITS:
-        assert "maximum context length is 4000 tokens" in caught.value.message
+        assert "maximum context length is 112 tokens" in caught.value.message, "the pool of 128 less a page of growth"
+        assert caught.value.param == "messages"
 
 
 @pytest.mark.anyio

@@ -118,7 +118,8 @@ def test_deep_nesting_is_a_400_at_once(levels: int) -> None:
 
 
 def test_wide_schema_is_checked_in_time() -> None:
-    wide = {"type": "object", "properties": {f"p{i}": {"type": "string", "enum": ["a", "b"]} for i in range(2000)}}
+    properties = {f"p{i}": {"type": "string", "enum": ["a", "b"]} for i in range(2000)}
+    wide: dict[str, Any] = {"type": "object", "properties": properties}
     began = time.monotonic()
     check_schema(wide, PATH)
     wide["properties"]["last"] = {"type": "string", "format": "made-up"}
@@ -128,7 +129,7 @@ def test_wide_schema_is_checked_in_time() -> None:
 
 
 def test_narrowing_bounds_what_has_no_bound() -> None:
-    schema = {
+    schema: dict[str, Any] = {
         "type": "object",
         "properties": {
             "text": {"type": "string"},
