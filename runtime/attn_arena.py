@@ -21,8 +21,10 @@ FEW_ROWS = 2
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """``q`` [rows, q_heads, dim], ``keys`` [rows, kv_heads, dim, capacity], ``values`` [rows, kv_heads, capacity, dim], additive
-    ``mask`` [rows * kv_heads, q_heads / kv_heads, capacity] -> [rows, q_heads * dim]."""
+    """Attention of one new token a row: [rows, q_heads * dim].
+
+    ``q`` [rows, q_heads, dim], ``keys`` [rows, kv_heads, dim, capacity], ``values`` [rows, kv_heads, capacity, dim], additive
+    ``mask`` [rows * kv_heads, q_heads / kv_heads, capacity]."""
     rows, kv_heads, dim, capacity = keys.shape
     scores = torch.baddbmm(mask, q.reshape(rows * kv_heads, -1, dim), keys.view(rows * kv_heads, dim, capacity), alpha=scale)
     weights = torch.softmax(scores, -1)

@@ -100,6 +100,8 @@ class StepEngine:
             self.rows.pop(row_id, None)
             self.forward.release(row_id)
         for opened in plan.opens:
+            if opened.row in self.rows:
+                raise EngineError(f"row {opened.row} is opened twice")
             self.rows[opened.row] = RowState(opened, self.text)
         for source, destination in plan.page_copies:
             self.pool.copy_page(source, destination)

@@ -5,6 +5,7 @@ The digest over the fields is store's (``store.ids.Identity.of``); here is what 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -40,7 +41,7 @@ def weight_digest(file: GgufFile, cache_dir: Path | None) -> str:
     for name in sorted(file.tensors):
         info = file.tensors[name]
         state.update(f"{name}|{info.shape}|{info.kind.name}|".encode())
-        state.update(memoryview(file.data(name)))
+        state.update(file.data(name).data)
     digest: str = state.hexdigest()
     if cache is not None:
         _write(cache, dict([*entries.items(), (key, digest)][-CACHE_ENTRIES:]))
@@ -64,7 +65,8 @@ def _write(cache: Path, entries: dict[str, str]) -> None:
         temporary.write_text(json.dumps(entries))
         os.replace(temporary, cache)
     except OSError:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the folder itself may be what is wrong
+            temporary.unlink()
 
 
 def numerics_family(config: EngineConfig, path: str) -> str:
