@@ -57,13 +57,13 @@ def janitor_loop(state: StoreState) -> None:
     timers = Timers(walk=state.clock() + state.config.walk_every_s)
     while True:
         with state.lock:
-            if not state.burials and not state.stopping:
+            if not state.burials and not state.janitor_stopping:
                 state.for_janitor.wait(IDLE_S)
             burials = list(state.burials)
             state.burials.clear()
             garbage = list(state.tmp_garbage)
             state.tmp_garbage.clear()
-            stopping = state.stopping
+            stopping = state.janitor_stopping
         try:
             discard_all(state, garbage)
             for burial in burials:

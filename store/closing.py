@@ -16,7 +16,7 @@ STOP_S = 2.0
 
 
 def close(state: StoreState, threads: Sequence[threading.Thread], deadline_s: float) -> int:
-    """See DiskStore.close."""
+    """See DiskStore.close. The last thread is the janitor."""
     until = time.monotonic() + deadline_s
     with state.lock:
         if state.closed:
@@ -28,8 +28,12 @@ def close(state: StoreState, threads: Sequence[threading.Thread], deadline_s: fl
         state.stopping = True
         _wake_all(state)
     until = time.monotonic() + STOP_S
-    for thread in threads:
+    for thread in threads[:-1]:
         thread.join(max(until - time.monotonic(), 0.0))
+    with state.lock:
+        state.janitor_stopping = True  # last: a writer may still wait for an unlink
+        state.for_janitor.notify()
+    threads[-1].join(max(until - time.monotonic(), 0.0))
     stuck = [thread.name for thread in threads if thread.is_alive()]
     if stuck:
         log.error("store: %s hang in the disk; the lock is kept until the process ends", ", ".join(stuck))

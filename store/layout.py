@@ -1,6 +1,6 @@
 """Names of files. Pure. Every path is built from hex digits we computed ourselves; docs/store-format.md lists them.
 
-STORE SECRET LOCK tmp/ bad/
+STORE SECRET IDENTITY LOCK tmp/ bad/
 c/<2 hex of key>/<64 hex key>.<ordinal>.<8 hex tenant tag>
 t/<2 hex of parent>/<64 hex parent>.<n tokens>.<16 hex of key>.<8 hex tenant tag>
 """
@@ -20,6 +20,7 @@ BAD = "bad"
 STORE_FILE = "STORE"
 SECRET_FILE = "SECRET"
 LOCK_FILE = "LOCK"
+IDENTITY_FILE = "IDENTITY"
 FOLDERS = (CHUNKS, TAILS, TMP, BAD)
 SHARDS = tuple(f"{i:02x}" for i in range(256))
 

@@ -111,6 +111,7 @@ class StoreState:
         self.closed = False
         self.forked = False
         self.stopping = False
+        self.janitor_stopping = False
         self.for_readers = threading.Condition(self.lock)
         self.for_writers = threading.Condition(self.lock)
         self.for_committer = threading.Condition(self.lock)
@@ -137,7 +138,7 @@ class StoreState:
         """In a forked child: give up everything without touching the directory. Closing is not unlocking: the parent keeps
         its lock, because the lock belongs to the open file that it still has."""
         self.lock = threading.Lock()  # the old one may be held by a thread that does not exist here
-        self.closed = self.stopping = self.forked = True
+        self.closed = self.stopping = self.janitor_stopping = self.forked = True
         self.disk.close()
 
     def finish_write(self, write: Write) -> list[tuple[Done, WriteOver]]:

@@ -30,6 +30,7 @@ from kvalet.store.reading import TailWish
 from kvalet.store.settling import settle_read, settle_write
 from kvalet.store.state import Done, Read, ReadOver, StoreState
 from kvalet.store.stats import Health, StoreStatistics, health_of, statistics_of
+from kvalet.store.storefiles import identity_file
 
 log = logging.getLogger("kvalet.store")
 _open_stores: weakref.WeakSet[DiskStore] = weakref.WeakSet()
@@ -71,6 +72,7 @@ class DiskStore:
             disk = open_directory(config, io or FileIO())
             opened.callback(disk.close)
             books = Books(config.cap_bytes, identity.digest)
+            changes = _note_identity(config.directory, disk, identity)
             bad, walk = _scan(config.directory, disk, books)
             books.aside_bytes = bad.n_bytes
             state = StoreState(config, disk, Home(disk.store_id, identity.digest, geometry), books, bad)
@@ -80,6 +82,13 @@ class DiskStore:
         with state.lock:
             admission.evict_to_cap(state)
         store._start()
+        if changes and walk.files:
+            log.warning(
+                "store %r: filled under another identity (%s); its %d files are not used now and will be evicted in time",
+                config.directory,
+                "; ".join(changes),
+                walk.files,
+            )
         log.info("store %r: %d files, %d bytes, %s", config.directory, walk.files, walk.n_bytes, store)
         return store
 
@@ -210,6 +219,13 @@ class DiskStore:
             thread = threading.Thread(target=body, args=(state,), name=f"kvalet-store-{name}-{number}", daemon=True)
             thread.start()
             self._threads.append(thread)
+
+
+def _note_identity(path: str, disk: Directory, identity: Identity) -> list[str]:
+    try:
+        return identity_file(path, disk.root_fd, identity)
+    except OSError as error:
+        raise StoreRefused(f"The file IDENTITY in the store {path!r} cannot be kept: {explain(error)}.") from error
 
 
 def _scan(path: str, disk: Directory, books: Books) -> tuple[BadFolder, scan.Walk]:

@@ -20,6 +20,7 @@ from kvalet.store.config import StoreConfig
 from kvalet.store.errors import StoreLocked, StoreRefused
 from kvalet.store.fileio import CREATE_FLAGS, READ_FLAGS
 from kvalet.store.header import FORMAT_VERSION, digest
+from kvalet.store.ids import Identity
 
 log = logging.getLogger("kvalet.store")
 NETWORK_TYPES = {
@@ -33,6 +34,7 @@ NETWORK_TYPES = {
     0x5346414F: "AFS",
     0x0BD00BD0: "Lustre",
 }
+IDENTITY_LIMIT = 1 << 20
 STORE_LIMIT = 4096
 """STORE is one line; anything longer is not ours."""
 
@@ -83,17 +85,17 @@ def take_lock(path: str, root_fd: int) -> int:
     return fd
 
 
-def _read_small(root_fd: int, name: str) -> bytes | None:
-    """Contents of a regular file of ours, at most STORE_LIMIT bytes; None if it does not exist."""
+def _read_small(root_fd: int, name: str, limit: int = STORE_LIMIT) -> bytes | None:
+    """Contents of a regular file of ours, at most ``limit`` bytes; None if it does not exist."""
     try:
         fd = os.open(name, READ_FLAGS, dir_fd=root_fd)
     except FileNotFoundError:
         return None
     try:
         st = os.fstat(fd)
-        if not stat.S_ISREG(st.st_mode) or st.st_size > STORE_LIMIT:
+        if not stat.S_ISREG(st.st_mode) or st.st_size > limit:
             raise StoreRefused(f"{name} in the store is not a file that kvalet wrote.")
-        return os.read(fd, STORE_LIMIT)
+        return os.read(fd, limit)
     finally:
         os.close(fd)
 
@@ -139,6 +141,26 @@ def parse_store_line(path: str, data: bytes) -> bytes:
     if fields["format"] != FORMAT_VERSION:
         raise StoreRefused(f"The store {path!r} has format {fields['format']}; this kvalet reads format {FORMAT_VERSION}.")
     return bytes.fromhex(fields["store_id"])
+
+
+def identity_file(path: str, root_fd: int, identity: Identity) -> list[str]:
+    """Which fields of the identity differ from those of the last opening ("kv_dtype: bf16 -> fp32"); informational. Chunks
+    of another identity have other keys, so they are not found; they stay until they are the least recent. Then the file is
+    brought up to date. A damaged or missing IDENTITY names no field."""
+    data = _read_small(root_fd, layout.IDENTITY_FILE, IDENTITY_LIMIT)
+    now = json.dumps(dict(identity.fields), sort_keys=True).encode()
+    if data == now:
+        return []
+    _write_small(root_fd, layout.IDENTITY_FILE, now)
+    try:
+        before = json.loads(data or b"null")
+    except ValueError:
+        before = None
+    if not isinstance(before, dict):
+        return []
+    after = dict(identity.fields)
+    names = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+    return [f"{name}: {before.get(name, '(none)')} -> {after.get(name, '(none)')}" for name in names]
 
 
 def secret_file(path: str, root_fd: int, *, created: bool) -> bytes:

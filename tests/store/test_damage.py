@@ -166,13 +166,17 @@ CHANGES = [
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda c: next(iter(c)))
-def test_another_identity_hits_nothing(tmp_path: Path, change: dict[str, str]) -> None:
-    """I1, P28: the same prompt under another identity has other keys; and back again, everything is still there."""
+def test_another_identity_hits_nothing(tmp_path: Path, change: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
+    """I1, P28: the same prompt under another identity has other keys, one line names what changed; and back again,
+    everything is still there."""
     with Rig(tmp_path / "s") as rig:
         metas = rig.chain(3)
         rig.write(metas)
     other = Identity.of({**dict(IDENTITY.fields), **change})
     with Rig(tmp_path / "s", identity=other) as rig:
+        lines = [record.getMessage() for record in caplog.records if "another identity" in record.getMessage()]
+        assert len(lines) == 1
+        assert f"{next(iter(change))}: " in lines[0]
         theirs = rig.chain(3)
         assert not any(rig.store.has(meta.key) for meta in theirs)
         assert {m.key for m in theirs}.isdisjoint(m.key for m in metas)

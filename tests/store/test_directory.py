@@ -137,7 +137,7 @@ def test_a_linked_shard_is_not_followed(tmp_path: Path) -> None:
         assert snapshot(tmp_path / "away") == before
 
 
-@pytest.mark.parametrize("name", ["STORE", "SECRET", "LOCK"])
+@pytest.mark.parametrize("name", ["STORE", "SECRET", "LOCK", "IDENTITY"])
 def test_small_files_that_are_links_or_pipes_are_refused(tmp_path: Path, name: str) -> None:
     for kind in ("symlink", "fifo"):
         target = tmp_path / f"{name}-{kind}"

@@ -45,6 +45,10 @@ def run_with(tmp_path: Path, fault: Fault, number: int) -> int:
         books = rig.store._state.books
         assert books.used_bytes <= books.cap_bytes + books.stranded_bytes
         books.check()
+        assert (books.reserved_bytes, books.dying_bytes, books.pinned(), rig.store.statistics().unsettled) == (0, 0, 0, 0)
+        assert not rig.tmp_names() or books.stranded_bytes, "a temporary file was left and nobody knows"
+        on_disk = sum(path.stat().st_size for folder in ("c", "t") for path in (directory / folder).rglob("*.*"))
+        assert books.live_bytes <= on_disk <= books.live_bytes + books.stranded_bytes
         lost = set(rig.gone)
     with Rig(directory) as again:
         assert again.tmp_names() == []
