@@ -141,7 +141,11 @@ class Connection(TCPServer):
             feeder = group.create_task(self._feed(ahead))
             while data := await self._read():
                 await ahead.put(data)
-            feeder.cancel()  # what it has not handled yet comes from a client that has gone
+            # What it has not handled yet comes from a client that has gone. hypercorn swallows a cancellation that meets it
+            # while it stops its idle timer, so once is not always enough.
+            while not feeder.done():
+                feeder.cancel()
+                await asyncio.sleep(0)
         await self.protocol.handle(Closed())
 
     async def _feed(self, ahead: asyncio.Queue[bytes]) -> None:

@@ -1,7 +1,8 @@
 """A real server process over a scripted engine: `python scripted_server.py READY_FILE [--setting value ...]`.
 
-The script of a turn is what the last message says, in words: "text:abc" and "big:N" give text, "wait" waits for ever,
-"later:S" for S seconds, "stop" and "length" end, "refuse" is a 429, "lose" loses the device, "break" is a defect in the engine.
+The script of a turn is what the last message says, in words: "text:abc" and "big:N" give text, "call:INDEX:NAME:JSON" a tool
+call in two parts, "wait" waits for ever, "later:S" for S seconds, "stop", "length" and "tool_calls" end, "refuse" is a 429,
+"lose" loses the device, "break" is a defect in the engine.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import uvloop
 from kvalet.api.config import ServerConfig
 from kvalet.api.errors import ApiError
-from kvalet.api.requests import ChatRequest, TextDelta
+from kvalet.api.requests import ChatRequest, TextDelta, ToolCallDelta
 from kvalet.api.serve import serve_engine
 from kvalet.api.serve_command import configure_logging
 from scripted_engine import ScriptedEngine, Step, ended, text_deltas
@@ -47,7 +48,11 @@ def steps(engine: ScriptedEngine, words: list[str]) -> Iterator[Step]:
             engine.on_device_lost("the script says so")
         elif name == "break":
             raise RuntimeError("the script broke")
-        elif name in ("stop", "length"):
+        elif name == "call":
+            index, function, arguments = value.split(":", 2)
+            yield ToolCallDelta(int(index), arguments[:3], id=f"call_{index}", name=function)
+            yield ToolCallDelta(int(index), arguments[3:])
+        elif name in ("stop", "length", "tool_calls"):
             yield ended(name)
 
 
