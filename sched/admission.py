@@ -12,6 +12,7 @@ from dataclasses import replace
 from kvalet.runtime.plan import PageId
 from kvalet.sched import lifecycle, spill
 from kvalet.sched.board import Board
+from kvalet.sched.calls import calls_of
 from kvalet.sched.commands import Accept, Refuse
 from kvalet.sched.matching import Match, find_match, pages_needed
 from kvalet.sched.session import Turn
@@ -46,6 +47,8 @@ def submit(board: Board, spec: TurnSpec) -> None:
     params = replace(spec.params, max_tokens=max_tokens)
     turn = Turn(spec, session, params, board.now, list(spec.prompt))
     _recall(board, turn)
+    if config.deterministic:
+        turn.calls = calls_of(turn, config.deterministic_piece)
     session.turns.add(turn.id)
     board.turns[turn.id] = turn
     board.counters.accepted += 1

@@ -48,7 +48,7 @@ class Board:
         self.story = Story()
         self.counters = Counters()
         self.ledger = PageLedger(config.n_pages)
-        self.index = PageIndex(self.ledger, config.page_tokens, keep_snapshots=config.deterministic)
+        self.index = PageIndex(self.ledger, config.page_tokens)
         self.chunks = ChunkMap(config, disk)
         self.staging = RamBook(config.staging_slots, first=config.ram_slots)
         self.sessions = SessionBook(config.max_sessions)
@@ -96,9 +96,15 @@ class Board:
 
     # pages
 
-    def insert_page(self, parent: Node, ids: tuple[int, ...], page: PageId) -> Node:
-        """Index one page after ``parent`` and tell the chunk map where a whole chunk ends."""
-        node = self.index.insert(parent, ids, page, self.now)
+    def insert_page(self, parent: Node, turn: Turn, ids: tuple[int, ...], page: PageId) -> Node | None:
+        """Index one page after ``parent`` as ``turn`` computed or restored it, and tell the chunk map where a whole chunk
+        ends. None, and nothing is changed, if that chunk is on the device already as other calls computed it."""
+        calls = turn.calls[parent.end : parent.end + len(ids)]
+        if calls and (parent.end + len(ids)) % self.config.chunk_tokens == 0:
+            child = parent.children.get(ids + calls)
+            if child is None and not self.chunks.free_to_link(parent, ids):
+                return None
+        node = self.index.insert(parent, ids, calls, page, self.now)
         if node.end % self.config.chunk_tokens == 0:
             self.chunks.link(node, self.now)
         return node

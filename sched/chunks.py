@@ -112,19 +112,38 @@ class ChunkMap:
         (self._tops.setdefault(root.secret, {}) if parent is None else parent.children)[key] = chunk
         return chunk
 
-    def link(self, node: Node, now: float) -> Chunk:
-        """The chunk that ends with ``node``: all its pages are on the device. Made if need be, with its ancestors."""
-        if node.chunk is not None:
-            return node.chunk
-        ids: list[tuple[int, ...]] = []
-        start = (node.end - 1) // self._config.chunk_tokens * self._config.chunk_tokens
+    def free_to_link(self, parent: Node, ids: tuple[int, ...]) -> bool:
+        """Whether the chunk that would end with ``ids`` after ``parent`` has no other last page on the device."""
+        chunk_ids, at = self._back_to_start(parent, ids)
+        chunk = self._by_key.get(self.key_after(at.root.secret, at.chunk.key if at.chunk else None, chunk_ids))
+        return chunk is None or chunk.node is None
+
+    def can_link(self, node: Node) -> bool:
+        """As ``free_to_link``, for a node of the index. Only deterministic mode has two nodes of the same ids."""
+        if node.chunk is not None or not node.calls or node.parent is None:
+            return True
+        return self.free_to_link(node.parent, node.ids)
+
+    def _back_to_start(self, node: Node, ids: tuple[int, ...]) -> tuple[tuple[int, ...], Node]:
+        """(ids from the start of the chunk that ``ids`` after ``node`` lie in, the node before that start)."""
+        parts = [ids]
+        start = (node.end + len(ids) - 1) // self._config.chunk_tokens * self._config.chunk_tokens
         at = node
         while at.end > start:
-            ids.append(at.ids)
+            parts.append(at.ids)
             assert at.parent is not None
             at = at.parent
+        return tuple(i for part in reversed(parts) for i in part), at
+
+    def link(self, node: Node, now: float) -> Chunk:
+        """The chunk that ends with ``node``: all its pages are on the device. Made if need be. In deterministic mode the
+        caller has asked ``free_to_link``: one chunk has one last page."""
+        if node.chunk is not None:
+            return node.chunk
+        assert node.parent is not None
+        ids, at = self._back_to_start(node.parent, node.ids)
         parent = self.link(at, now) if at.parent is not None else None
-        chunk = self.ensure(node.root, parent, tuple(i for page in reversed(ids) for i in page), now)
+        chunk = self.ensure(node.root, parent, ids, now)
         chunk.node, node.chunk = node, chunk
         return chunk
 

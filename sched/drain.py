@@ -58,7 +58,7 @@ def _link_leaves(board: Board) -> None:
     for leaf in board.index.leaves:
         if leaf.chunk is None:
             unit = unit_of(board, leaf)
-            if not board.chunks.covered(unit.parent, leaf.root.secret, unit.ids):
+            if not board.chunks.covered(unit.parent, leaf.root.secret, unit.ids) and board.chunks.can_link(leaf):
                 board.chunks.link(leaf, board.now).last_use = leaf.last_use
 
 

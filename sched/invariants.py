@@ -79,7 +79,7 @@ def _check_index(board: Board) -> None:
         demand(node.pins == pins[node], "pins", node, pins[node])
         demand((node in index.leaves) == (not node.children), "leaf", node)
         assert node.parent is not None
-        demand(node.parent.children.get(node.ids) is node, "parent does not know", node)
+        demand(node.parent.children.get(node.key) is node, "parent does not know", node)
         demand(len(node.ids) == size or (0 < len(node.ids) < size and not node.children), "page of odd size", node)
         demand(node.end == node.parent.end + len(node.ids), "end", node)
         demand(node.chunk is None or node.chunk.node is node, "chunk link", node, node.chunk)

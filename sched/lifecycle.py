@@ -5,9 +5,10 @@ from __future__ import annotations
 from kvalet.runtime.plan import PageId, RowId
 from kvalet.sched import restore, spill
 from kvalet.sched.board import Board
+from kvalet.sched.calls import calls_of
 from kvalet.sched.commands import End, TouchDisk
 from kvalet.sched.matching import Match, give_up_partial, resident_match
-from kvalet.sched.prefix import Node
+from kvalet.sched.prefix import Node, covers
 from kvalet.sched.record import account, final_report
 from kvalet.sched.session import Branch, Turn
 from kvalet.sched.states import TurnCause, TurnState
@@ -31,12 +32,23 @@ def admit(board: Board, turn: Turn, match: Match, pages: list[PageId]) -> None:
     _touch_disk(board, turn, match)
     board.counters.prefix_query_tokens += len(turn.ids)
     if match.sources:
+        _adopt_history(board, turn, match)
         board.move(turn, TurnCause.ADMITTED_TO_RESTORE)
         restore.begin(board, turn, match)
     else:
         board.move(turn, TurnCause.ADMITTED)
         start_feeding(board, turn)
     spill.keep(board)
+
+
+def _adopt_history(board: Board, turn: Turn, match: Match) -> None:
+    """Deterministic mode, no history known: where a stored tail ends, a call ended; the next one begins there."""
+    last = match.sources[-1]
+    end = last.start + last.n_tokens
+    unknown = turn.branch is None and not turn.prefilled_once and not turn.decoded
+    if board.config.deterministic and unknown and last.exact and end < turn.n_prompt:
+        turn.decoded = [(end, end)]
+        turn.calls = calls_of(turn, board.config.deterministic_piece)
 
 
 def _touch_disk(board: Board, turn: Turn, match: Match) -> None:
@@ -116,26 +128,24 @@ def index_computed(board: Board, turn: Turn, upto: int) -> None:
     while turn.cursor.end + size <= upto:
         at = turn.cursor.end
         page = turn.table[at // size]
-        node = board.insert_page(turn.cursor, tuple(turn.ids[at : at + size]), page)
+        node = board.insert_page(turn.cursor, turn, tuple(turn.ids[at : at + size]), page)
+        if node is None:
+            return  # what follows stays private: it is computed again another time
         turn.duplicates += node.page != page
         turn.cursor = board.index.step_down(node)
 
 
 def _index_all(board: Board, turn: Turn, upto: int) -> Node:
-    """As ``index_computed``, and the partial page at the end; the end is marked as a snapshot's. Returns the last node."""
+    """As ``index_computed``, and the partial page at the end. Returns the last node."""
     index_computed(board, turn, upto)
     assert turn.cursor is not None
     size = board.config.page_tokens
     last: Node = turn.cursor
     rest = tuple(turn.ids[last.end : upto])
-    if rest and upto > last.end and len(turn.table) > last.end // size:
-        known = next((n for ids, n in last.children.items() if ids[: len(rest)] == rest), None)
-        exact = board.config.deterministic
-        if known is None or (exact and known.ids != rest):
-            known = board.insert_page(last, rest, turn.table[last.end // size])
-        last = known
-    if last.end == upto:
-        last.snapshot_end = True
+    if 0 < len(rest) < size and len(turn.table) > last.end // size:
+        calls = turn.calls[last.end : upto]
+        known = next((child for child in last.children.values() if covers(child, rest, calls)), None)
+        last = known or board.insert_page(last, turn, rest, turn.table[last.end // size]) or last
     board.index.touch(last, board.now)
     return last
 
@@ -211,7 +221,7 @@ def enqueue(board: Board, turn: Turn) -> None:
 def remember_want(board: Board, turn: Turn) -> None:
     """The policy ranks what a queued turn matches last; nothing is reserved."""
     root = board.index.root(turn.spec.secret, turn.spec.tenant)
-    path = board.index.walk(root, tuple(turn.ids), len(turn.ids) - 1)
+    path = board.index.walk(root, tuple(turn.ids), len(turn.ids) - 1, turn.calls)
     turn.want_node = path[-1] if path else root
     turn.want_node.wanters.add(turn)
     board.index.touch(turn.want_node, board.now)

@@ -4,8 +4,10 @@ A match is: whole pages on the device (``path``), then either a partial page on 
 must come from below (``sources``): whole chunks by key, and at the end at most one chunk of which a part is usable (a
 tail, or a chunk in RAM that goes another way). It never covers a turn's last known token, which must be fed to get an answer.
 
-Deterministic mode: the end of a match must be an exact snapshot end, a multiple of ``deterministic_piece``, or lie before or
-between tokens of this history that were decoded (``allowed_below``).
+Deterministic mode: a match on the device holds pages that the same calls computed, and every match ends where the calls that
+compute what follows are the same wherever the KV before it comes from (``calls.allowed_below``). Where no history is known (a
+session that is new, or was forgotten by a restart) the exact end of a stored tail will do: it is somebody's history, and
+most likely ours.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from kvalet.sched.board import Board
+from kvalet.sched.calls import allowed_below
 from kvalet.sched.chunks import Chunk
 from kvalet.sched.prefix import Node, Root
 from kvalet.sched.session import Turn
@@ -65,39 +68,24 @@ def resident_match(board: Board, turn: Turn, limit: int) -> Match:
     """What the device holds of the turn's ids up to ``limit`` tokens, cut to an allowed end."""
     root = board.index.root(turn.spec.secret, turn.spec.tenant)
     ids = tuple(turn.ids)
-    path = board.index.walk(root, ids, limit)
+    path = board.index.walk(root, ids, limit, turn.calls)
     last = path[-1] if path else root
-    partial = board.index.best_partial(last, ids, limit, exact=False)
+    partial = board.index.best_partial(last, ids, limit, turn.calls)
     if not board.config.deterministic:
         return Match(root, path, partial)
-    end = allowed_below(board, turn, last.end + (partial[1] if partial else 0))
-    end = max([end, *(node.end for node in path if node.snapshot_end)])
-    exact = board.index.best_partial(last, ids, limit, exact=True)
-    if exact is not None and exact[0].end >= end:
-        return Match(root, path, exact)
+    end = allowed_below(turn, last.end + (partial[1] if partial else 0), board.config.deterministic_piece)
     n_pages, rest = divmod(end, board.config.page_tokens)
-    if rest:
-        source = path[n_pages] if n_pages < len(path) else partial[0] if partial else None
-        return Match(root, path[:n_pages], (source, rest) if source else None)
-    return Match(root, path[:n_pages])
-
-
-def allowed_below(board: Board, turn: Turn, upto: int) -> int:
-    """Deterministic mode: the largest position up to ``upto`` where a match may end whatever computed the KV before it: a
-    multiple of ``deterministic_piece``, or a place in this history before or between tokens that were decoded (each of them
-    is computed alone, so the calls after it are the same wherever it ends)."""
-    best = upto // board.config.deterministic_piece * board.config.deterministic_piece
-    for start, end in (*turn.decoded, (turn.n_prompt, len(turn.ids))):
-        if start <= min(end, upto):
-            best = max(best, min(end, upto))
-    return best
+    if not rest:
+        return Match(root, path[:n_pages])
+    source = path[n_pages] if n_pages < len(path) else partial[0] if partial else None
+    return Match(root, path[:n_pages], (source, rest) if source else None)
 
 
 def find_match(board: Board, turn: Turn) -> Match:
     ids = tuple(turn.ids)
     limit = len(ids) - 1
     match = resident_match(board, turn, limit)
-    physical = board.index.walk(match.root, ids, limit)
+    physical = board.index.walk(match.root, ids, limit, turn.calls)
     sources = list(_sources(board, match.root, physical, ids, limit))
     if board.config.deterministic:
         sources = _cut_to_allowed(board, turn, sources, limit)
@@ -115,9 +103,9 @@ def _cut_to_allowed(board: Board, turn: Turn, sources: list[Source], limit: int)
     while sources:
         last = sources[-1]
         end = _end(last, limit)
-        if last.exact and last.start + last.n_tokens <= limit:
+        if last.exact and turn.branch is None and last.start + last.n_tokens <= limit:
             return sources
-        allowed = allowed_below(board, turn, end)
+        allowed = allowed_below(turn, end, board.config.deterministic_piece)
         pages = -(-(allowed - last.start) // board.config.page_tokens) - last.first_page
         if pages > 0:
             n_pages = last.n_pages if last.attach is not None else min(pages, last.n_pages)

@@ -68,7 +68,7 @@ def _write_victim(board: Board) -> None:
     if board.slot_wait_since is None:
         return
     unit = pick_victim(board)
-    if unit is not None:
+    if unit is not None and board.chunks.can_link(unit.leaf):
         toward_disk(board, board.chunks.link(unit.leaf, board.now))
 
 

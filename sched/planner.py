@@ -12,6 +12,7 @@ are computed by decode rows again, one a step.
 from __future__ import annotations
 
 from kvalet.runtime.plan import PageId, Row, RowId, RowOpen, StepPlan
+from kvalet.sched import calls
 from kvalet.sched.board import Board, StepRecord
 from kvalet.sched.session import Turn
 
@@ -73,22 +74,10 @@ def _feed(board: Board, draft: _Draft, turn: Turn, budget: int) -> int:
     if not board.config.deterministic:
         n = min(turn.feed_end - turn.fed, budget)
         return _add_row(board, draft, turn, n, decode=n == 1 and turn.fed >= turn.n_prompt) if n > 0 else 0
-    n, decode = _deterministic_piece(board, turn)
+    n, decode = calls.next_piece(turn, board.config.deterministic_piece)
     if n > budget and draft.rows:
         return 0
     return _add_row(board, draft, turn, n, decode=decode)
-
-
-def _deterministic_piece(board: Board, turn: Turn) -> tuple[int, bool]:
-    """(tokens, computed by a decode call)."""
-    size = board.config.deterministic_piece
-    stop = min((turn.fed // size + 1) * size, turn.feed_end)
-    for start, end in (*turn.decoded, (turn.n_prompt, turn.feed_end)):
-        if start <= turn.fed < end:
-            return 1, True
-        if start > turn.fed:
-            stop = min(stop, start)
-    return stop - turn.fed, False
 
 
 def _add_row(board: Board, draft: _Draft, turn: Turn, n: int, *, decode: bool) -> int:

@@ -24,15 +24,21 @@ if TYPE_CHECKING:
 class Node:
     """One page in the index, or the root of a tenant's tree (``page`` 0, no ids).
 
-    ``end``: tokens from position 0 to the end of this page. ``snapshot_end``: some turn's computed KV ended exactly here.
+    ``calls``: one code per token, naming the call that computed it (deterministic mode; else empty). It is part of the key:
+    the same ids computed by other calls are other bits. ``end``: tokens from position 0 to the end of this page.
     ``chunk``: the chunk (or tail) whose last page this is, if the chunk map knows one. ``wanters``: queued turns whose
     match ended here when it was last looked up.
     """
 
-    __slots__ = ("children", "chunk", "end", "ids", "last_use", "page", "parent", "pins", "root", "snapshot_end", "wanters")
+    __slots__ = (
+        "calls", "children", "chunk", "end", "ids", "last_use", "page", "parent", "pins", "root", "wanters"
+    )  # fmt: skip
 
-    def __init__(self, parent: Node | None, ids: tuple[int, ...], page: PageId, last_use: float) -> None:
+    def __init__(
+        self, parent: Node | None, ids: tuple[int, ...], calls: tuple[int, ...], page: PageId, last_use: float
+    ) -> None:
         self.parent = parent
+        self.calls = calls
         self.root: Root = parent.root if parent else self  # type: ignore[assignment]  # only Root passes no parent
         self.ids = ids
         self.page = page
@@ -40,7 +46,6 @@ class Node:
         self.children: dict[tuple[int, ...], Node] = {}
         self.pins = 0
         self.last_use = last_use
-        self.snapshot_end = False
         self.chunk: Chunk | None = None
         self.wanters: set[Turn] = set()
 
@@ -51,6 +56,10 @@ class Node:
     def start(self) -> int:
         return self.end - len(self.ids)
 
+    @property
+    def key(self) -> tuple[int, ...]:
+        return self.ids + self.calls
+
 
 class Root(Node):
     """Where a tenant's tree begins. ``namespace`` names the tenant's space for quotas on disk."""
@@ -58,7 +67,7 @@ class Root(Node):
     __slots__ = ("namespace", "secret")
 
     def __init__(self, secret: bytes, namespace: str) -> None:
-        super().__init__(None, (), PageId(0), 0.0)
+        super().__init__(None, (), (), PageId(0), 0.0)
         self.secret = secret
         self.namespace = namespace
 
@@ -78,12 +87,15 @@ def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
     return low
 
 
+def covers(node: Node, ids: tuple[int, ...], calls: tuple[int, ...]) -> bool:
+    """The page begins with ``ids`` as ``calls`` computed them."""
+    return node.ids[: len(ids)] == ids and node.calls[: len(calls)] == calls
+
+
 class PageIndex:
-    def __init__(self, ledger: PageLedger, page_tokens: int, *, keep_snapshots: bool) -> None:
-        """``keep_snapshots``: partial pages stay when a longer page covers them (deterministic mode needs exact ends)."""
+    def __init__(self, ledger: PageLedger, page_tokens: int) -> None:
         self._ledger = ledger
         self._page_tokens = page_tokens
-        self._keep_snapshots = keep_snapshots
         self.roots: dict[bytes, Root] = {}
         self.leaves: dict[Node, None] = {}
         self.n_nodes = 0
@@ -96,59 +108,63 @@ class PageIndex:
             root = self.roots[secret] = Root(secret, namespace)
         return root
 
-    def walk(self, start: Node, ids: tuple[int, ...], limit: int) -> list[Node]:
+    def walk(self, start: Node, ids: tuple[int, ...], limit: int, calls: tuple[int, ...] = ()) -> list[Node]:
         """The nodes of the whole pages after ``start`` that hold ``ids`` (a turn's ids from position 0), none ending
-        beyond ``limit`` tokens."""
+        beyond ``limit`` tokens. ``calls``: the codes of the turn's positions, empty in ordinary mode."""
         path = []
         node = start
         page_tokens = self._page_tokens
         while node.end + page_tokens <= limit:
-            child = node.children.get(ids[node.end : node.end + page_tokens])
+            at, end = node.end, node.end + page_tokens
+            child = node.children.get(ids[at:end] + calls[at:end])
             if child is None:
                 break
             path.append(child)
             node = child
         return path
 
-    def best_partial(self, node: Node, ids: tuple[int, ...], limit: int, *, exact: bool) -> tuple[Node, int] | None:
-        """The child of ``node`` that shares most ids with what follows, and how many (at least 1, at most up to ``limit``).
-
-        ``exact``: only a child that ends a snapshot, all of whose ids match.
-        """
-        want = ids[node.end : min(limit, node.end + self._page_tokens)]
+    def best_partial(
+        self, node: Node, ids: tuple[int, ...], limit: int, calls: tuple[int, ...] = ()
+    ) -> tuple[Node, int] | None:
+        """The child of ``node`` that shares most ids (and calls) with what follows, and how many: at least 1, at most up to
+        ``limit``."""
+        at, end = node.end, min(limit, node.end + self._page_tokens)
+        want, how = ids[at:end], calls[at:end]
         best: tuple[Node, int] | None = None
-        for child_ids, child in node.children.items():
-            if not want or child_ids[0] != want[0]:
+        for child in node.children.values():
+            if not want or child.ids[0] != want[0]:
                 continue
-            shared = common_prefix(child_ids, want)
-            if exact and (shared < len(child_ids) or not child.snapshot_end):
-                continue
-            if best is None or shared > best[1]:
+            shared = common_prefix(child.ids, want)
+            if how:
+                shared = min(shared, common_prefix(child.calls, how))
+            if shared and (best is None or shared > best[1]):
                 best = (child, shared)
         return best
 
-    def insert(self, parent: Node, ids: tuple[int, ...], page: PageId, now: float) -> Node:
+    def insert(self, parent: Node, ids: tuple[int, ...], calls: tuple[int, ...], page: PageId, now: float) -> Node:
         """The node for ``ids`` after ``parent``. If they are indexed already the old node is returned and ``page`` stays the
         caller's alone; else the index becomes one more owner of ``page``, which must be claimed by somebody."""
-        node = parent.children.get(ids)
+        node = parent.children.get(ids + calls)
         if node is not None:
             return node
         self._ledger.own(page)
-        node = Node(parent, ids, page, now)
-        parent.children[ids] = node
+        node = Node(parent, ids, calls, page, now)
+        parent.children[node.key] = node
         self.leaves.pop(parent, None)
         self.leaves[node] = None
         self.n_nodes += 1
         self.n_idle += 1
-        if not self._keep_snapshots:
-            self._drop_covered_partials(parent, node)
+        self._drop_covered_partials(parent, node)
         return node
 
     def _drop_covered_partials(self, parent: Node, node: Node) -> None:
         covered = [
             child
-            for ids, child in parent.children.items()
-            if len(ids) < len(node.ids) and child.pins == 0 and child.chunk is None and node.ids[: len(ids)] == ids
+            for child in parent.children.values()
+            if len(child.ids) < len(node.ids)
+            and child.pins == 0
+            and child.chunk is None
+            and covers(node, child.ids, child.calls)
         ]
         for child in covered:
             self.remove(child)
@@ -158,7 +174,7 @@ class PageIndex:
         if node.children or node.pins or node.parent is None or node.chunk is not None:
             raise RuntimeError(f"only an idle leaf that is unlinked from its chunk can be removed: {node}")
         parent = node.parent
-        del parent.children[node.ids]
+        del parent.children[node.key]
         del self.leaves[node]
         if not parent.children and parent.parent is not None:
             self.leaves[parent] = None

@@ -173,36 +173,41 @@ def on_copy_done(board: Board, transfer: Transfer, event: CopyDone) -> None:
 def _join_arrived(board: Board, turn: Turn) -> None:
     """Join what has arrived and has all before it in, and step the turn down onto it."""
     while turn.restores and turn.restores[0].arrived:
-        transfer = turn.restores.pop(0)
-        if transfer.live:
-            _join(board, turn, transfer)
-        ids = tuple(turn.ids)
-        assert transfer.chunk is not None
+        transfer = turn.restores[0]
+        chunk = transfer.chunk
+        assert chunk is not None
         assert turn.cursor is not None
-        for node in board.index.walk(turn.cursor, ids, min(len(ids) - 1, transfer.chunk.end)):
+        if chunk.first_token + transfer.first_page * board.config.page_tokens > turn.cursor.end:
+            cut_short(board, turn, 0, "other_calls")  # deterministic mode: what is before it could not join
+            return
+        turn.restores.pop(0)
+        if transfer.live:
+            _join(board, turn, transfer, chunk)
+        ids = tuple(turn.ids)
+        for node in board.index.walk(turn.cursor, ids, min(len(ids) - 1, chunk.end), turn.calls):
             turn.cursor = board.index.step_down(node)
         transfer.askers.remove(turn)
         _record(board, turn, transfer)
 
 
-def _join(board: Board, turn: Turn, transfer: Transfer) -> None:
+def _join(board: Board, turn: Turn, transfer: Transfer, chunk: Chunk) -> None:
     """The pages enter the index after the turn's cursor; a page whose ids are in it already is given back."""
-    chunk, node = transfer.chunk, turn.cursor
-    assert chunk is not None
+    node = turn.cursor
     assert node is not None
     size = board.config.page_tokens
     at = transfer.first_page * size
     for page in transfer.pages:
-        ids = chunk.ids[at : at + size]
-        if chunk.first_token + at > node.end:
-            raise board.story.defect(f"{transfer} would join after a gap: {node}")
         if chunk.first_token + at == node.end:
-            node = board.insert_page(node, ids, page)
+            ids = chunk.ids[at : at + size]
+            if turn.calls:  # deterministic mode knows the calls of this turn's tokens only
+                ids = ids[: common_prefix(ids, tuple(turn.ids[node.end : node.end + size]))]
+            child = board.insert_page(node, turn, ids, page) if ids else None
+            if child is None:
+                break
+            node = child
         at += size
-    if node.end == chunk.end:
-        node.snapshot_end = node.snapshot_end or chunk.tail
-        if node.chunk is None:
-            node.chunk, chunk.node = chunk, node
+    if node.end == chunk.end and node.chunk is None and chunk.node is None:
+        node.chunk, chunk.node = chunk, node
     board.counters.restored_pages += len(transfer.pages)
     board.counters.restored_chunks_disk += transfer.from_disk
     board.counters.restored_chunks_ram += not transfer.from_disk

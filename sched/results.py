@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvalet.runtime.plan import EndedBy, RowResult, StepResult
 from kvalet.sched import lifecycle
 from kvalet.sched.board import Board
+from kvalet.sched.calls import DECODED
 from kvalet.sched.commands import Emit
 from kvalet.sched.session import Turn
 from kvalet.sched.states import TurnCause, TurnState
@@ -39,6 +40,8 @@ def _advance(board: Board, turn: Turn, answer: RowResult) -> None:
     turn.kv_len = answer.kv_len
     lifecycle.index_computed(board, turn, min(turn.kv_len, turn.n_prompt))
     turn.ids.extend(answer.ids)
+    if board.config.deterministic:
+        turn.calls += (DECODED,) * len(answer.ids)
     if answer.ids:
         if not turn.first_token_at:
             turn.first_token_at = board.now

@@ -83,6 +83,8 @@ class Turn:
     """The line of history nearest to the prompt; ``replaces``: the same, if the prompt goes on from its boundary."""
     replaces: Branch | None = None
     decoded: list[tuple[int, int]] = field(default_factory=list)
+    calls: tuple[int, ...] = ()
+    """Deterministic mode: for each position of ``ids`` a code of the call that computes it (see ``calls.py``)."""
     # progress
     kv_len: int = 0
     fed: int = 0

@@ -93,7 +93,7 @@ def make_room(board: Board, wanted: int, *, urgent: bool) -> None:
         unit = pick_victim(board)
         if unit is None:
             break
-        if board.chunks.covered(unit.parent, unit.leaf.root.secret, unit.ids):
+        if board.chunks.covered(unit.parent, unit.leaf.root.secret, unit.ids) or not board.chunks.can_link(unit.leaf):
             board.counters.evicted_clean_pages += len(unit.nodes)
             _remove(board, unit)
             continue
@@ -224,9 +224,7 @@ def on_copy_failed(board: Board, transfer: Transfer, message: str) -> None:
 
 
 def _drop_shorter_tails(board: Board, chunk: Chunk) -> None:
-    """Tails in RAM that ``chunk`` begins with are of no more use (deterministic mode asks for exact ends and keeps them)."""
-    if board.config.deterministic:
-        return
+    """Tails in RAM that ``chunk`` begins with are of no more use."""
     for other in list(board.chunks.children_of(chunk.parent, chunk.secret).values()):
         unused = other.slot is not None and board.chunks.book.holders(other.slot) == 0
         if other is not chunk and unused and len(other.ids) < len(chunk.ids) and chunk.ids[: len(other.ids)] == other.ids:

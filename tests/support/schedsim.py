@@ -96,6 +96,7 @@ class Walk:
         actions = [
             (8.0, self._step), (4.0 * self.slow, self._copy), (4.0 * self.slow, self._job), (0.8, self._tick),
             (2.0, self._agent_acts), (0.3, self._client_acts), (0.1, self._disk_acts), (0.05, self._session_acts),
+            (0.02, self._restart),
         ]  # fmt: skip
         for _ in range(60):
             action = rng.choices([a for _, a in actions], [w for w, _ in actions])[0]
@@ -207,6 +208,13 @@ class Walk:
                 self.agents.append(Agent(child, agent.secret, agent.history, None, 3))
         else:
             world.feed(ev.CloseSession(world.now, agent.session))
+
+    def _restart(self) -> None:
+        """kill -9 and a new process over the same disk."""
+        self.world.kill()
+        for agent in self.agents:
+            if agent.turn is not None and agent.turn not in self.world.clients:
+                agent.turn = None
 
     def _come_to_rest(self) -> None:
         world = self.world

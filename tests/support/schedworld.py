@@ -89,7 +89,20 @@ class World:
         self.engine = FakeEngine(self.pool, self.model)
         self.core = Core(self.config, self.store if self.store is not None else NoDisk())
         self.plans: list[StepPlan] = []
-        self.outstanding: dict[int, Any] = {}
+
+    def kill(self) -> None:
+        """The process dies: device, RAM and everything in flight are gone; the disk stays, and another process begins."""
+        for page in range(self.config.n_pages):
+            self.pool.poison(page)
+        self.plans.clear()
+        self.copier.pending.clear()
+        self.inbox.clear()
+        self.wakes.clear()
+        self.clients = {turn: c for turn, c in self.clients.items() if not c.accepted or c.ended}
+        if self.store is not None:
+            self.store.pending.clear()
+            self.store.pins.clear()
+        self.boot()
 
     # what clients do
 

@@ -1,0 +1,154 @@
+"""The simulation can fail: each named defect, patched in, is found within a bounded number of walks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from kvalet.runtime.fake import FakeEngine
+from kvalet.runtime.fake_model import SEED_KV, TOKEN_BYTES
+from kvalet.sched import lifecycle, persist, restore, spill
+from kvalet.sched import matching as matching_module
+from kvalet.sched.board import Board
+from kvalet.sched.chunks import ChunkMap
+from kvalet.sched.commands import CopyIn, CopyOut
+from kvalet.sched.events import CopyDone
+from kvalet.sched.session import Turn
+from kvalet.store.ids import chunk_key
+from schedsim import walk
+from schedworld import World
+
+MAX_WALKS = 60
+EVENTS = 400
+
+
+def assert_found() -> None:
+    for seed in range(MAX_WALKS):
+        try:
+            walk(seed, EVENTS)
+        except Exception:
+            return
+    raise AssertionError(f"{MAX_WALKS} walks did not notice")
+
+
+def test_without_a_mutant_the_same_walks_pass() -> None:
+    for seed in range(10):
+        walk(seed, EVENTS)
+
+
+def test_key_without_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    def key_after(self: ChunkMap, secret: bytes, parent: Any, ids: tuple[int, ...]) -> Any:
+        return chunk_key(secret, self._config.identity, ids)
+
+    monkeypatch.setattr(ChunkMap, "key_after", key_after)
+    assert_found()
+
+
+def test_stale_offset_at_a_page_edge(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first token of a new page reads its predecessor at the offset of its own."""
+
+    def read(self: FakeEngine, state: Any, row: Any) -> None:
+        size = self.pool.page_tokens
+        for at in range(row.start, row.start + row.n):
+            token = state.ids[at] if at < len(state.ids) else 0
+            page = state.pages[at // size if at % size == 0 else (at - 1) // size]
+            previous = SEED_KV if at == 0 else self._read(page, (at - 1) % size)
+            value = self.model.kv(previous, token, (row.decode, row.start, row.n))
+            offset = at % size * TOKEN_BYTES
+            self.pool.pages[state.pages[at // size]][offset : offset + TOKEN_BYTES] = value.to_bytes(TOKEN_BYTES, "little")
+
+    monkeypatch.setattr(FakeEngine, "_feed", read)
+    assert_found()
+
+
+def test_page_keyed_one_token_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page enters the index when its last offset is not written yet."""
+    real = lifecycle.index_computed
+
+    def early(board: Board, turn: Turn, upto: int) -> None:
+        real(board, turn, min(upto + 1, len(turn.ids), len(turn.table) * board.config.page_tokens))
+
+    monkeypatch.setattr(lifecycle, "index_computed", early)
+    assert_found()
+
+
+def swap_pages(real: Callable[..., CopyOut]) -> Callable[..., CopyOut]:
+    def swapped(transfer: Any, pages: tuple[Any, ...], slot: Any) -> CopyOut:
+        return real(transfer, (pages[1], pages[0], *pages[2:]) if len(pages) > 1 else pages, slot)
+
+    return swapped
+
+
+@pytest.mark.parametrize("module", [spill, persist])
+def test_two_pages_swapped(monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
+    monkeypatch.setattr(module, "CopyOut", swap_pages(CopyOut))
+    assert_found()
+
+
+def test_restore_one_page_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    def short(transfer: Any, slot: Any, places: tuple[int, ...], pages: tuple[Any, ...]) -> CopyIn:
+        return CopyIn(transfer, slot, places[:-1], pages[:-1])
+
+    monkeypatch.setattr(restore, "CopyIn", short)
+    assert_found()
+
+
+def test_read_before_the_copys_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The core hears that a copy is done when it has only begun."""
+
+    def at_once(self: World, command: CopyIn) -> None:
+        self.copier.copy_in(command.slot, command.slot_pages, command.pages, lambda error, ms: None)
+        self.inbox.append(lambda now: CopyDone(now, command.transfer, 0.0))
+
+    monkeypatch.setattr(World, "_do_CopyIn", at_once)
+    assert_found()
+
+
+def test_page_reused_before_its_copy_out_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    def at_once(self: World, command: CopyOut) -> None:
+        self.copier.copy_out(command.pages, command.slot, command.first_page, lambda error, ms: None)
+        self.inbox.append(lambda now: CopyDone(now, command.transfer, 0.0))
+
+    monkeypatch.setattr(World, "_do_CopyOut", at_once)
+    assert_found()
+
+
+def test_a_match_one_token_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = matching_module.resident_match
+
+    def longer(board: Board, turn: Turn, limit: int) -> Any:
+        match = real(board, turn, limit)
+        if match.partial is not None and match.partial[1] < len(match.partial[0].ids) and match.resident_tokens < limit:
+            match.partial = (match.partial[0], match.partial[1] + 1)
+        return match
+
+    monkeypatch.setattr(lifecycle, "resident_match", longer)
+    assert_found()
+
+
+def test_steps_in_flight_lease_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A turn that ends while its step runs gives its pages away at once."""
+    real = lifecycle.release
+
+    def careless(board: Board, turn: Turn, upto: int) -> None:
+        steps, board.steps = board.steps, []
+        try:
+            real(board, turn, upto)
+        finally:
+            board.steps = steps
+
+    monkeypatch.setattr(lifecycle, "release", careless)
+    assert_found()
+
+
+def test_other_tenants_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sharing across secrets gives right tokens all the same: only the counts of the reports can tell."""
+    world = World(__import__("schedworld").config())
+    prompt = tuple(range(1, 20))
+    world.ask(prompt, "a")
+    other = world.submit(prompt, "b", secret=b"o" * 32)
+    world.run_to_end(other)
+    ended = world.clients[other].ended
+    assert ended is not None
+    assert ended.report.cached_tokens == 0
