@@ -31,6 +31,9 @@ READ_AHEAD = 2
 """Reads of at most MAX_RECV bytes that are taken from the socket before the request in progress asks for them. At the bound
 the socket is not read any more: then a disconnect is seen at the next write."""
 CLOSE_S = 5.0
+WRITE_HIGH_BYTES, WRITE_LOW_BYTES = 32 * 1024, 24 * 1024
+"""Unsent bytes above the first make a write wait until there are less than the second. A reader that takes fewer than their
+difference within the write timeout counts as one that takes nothing."""
 PROTOCOL_ERRORS = {
     400: ("The request is not valid HTTP/1.1.", "bad_request"),
     413: ("The request head is too large.", "head_too_large"),
@@ -83,6 +86,7 @@ class Connection(TCPServer):
     ) -> None:
         loop = asyncio.get_running_loop()
         super().__init__(app, loop, config, context, {"connection": self}, reader, writer)
+        writer.transport.set_write_buffer_limits(WRITE_HIGH_BYTES, WRITE_LOW_BYTES)
         self._write_timeout_s = write_timeout_s
         self.timed_out = False
 

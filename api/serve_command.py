@@ -14,6 +14,7 @@ from kvalet.api.config import EngineConfig, ServerConfig
 from kvalet.api.settings import BadSettings, load
 
 EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
 
 
 class CannotStart(Exception):
@@ -28,6 +29,9 @@ def main(arguments: Sequence[str]) -> int:
     except (BadSettings, CannotStart) as error:
         print(f"kvalet: {error}", file=sys.stderr)
         return EXIT_USAGE
+    except KeyboardInterrupt:  # before the server took over the signal, or after it had ended
+        print("kvalet: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
 
 
 def configure_logging(level: str) -> None:
