@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from kvalet.api.body import BodyBudget
 from kvalet.api.config import ServerConfig
 from kvalet.api.endpoints import ChatCompletions, Completions, Health, Metrics, Models, Ready
 from kvalet.api.gate import Gate
@@ -15,14 +16,15 @@ from starlette.routing import Route, Router
 def build_app(engine: TurnEnginePort, config: ServerConfig) -> Gate:
     """The ASGI application over a running engine. It starts nothing and owns nothing; ``draining`` closes it to new work."""
     metrics = ServerMetrics(engine)
+    budget = BodyBudget(config.max_bodies_bytes)
     gate: Gate
 
     def readiness() -> tuple[bool, str]:
         return (False, "shutting down") if gate.draining else engine.ready()
 
     routes = [
-        post("/v1/chat/completions", ChatCompletions(engine, config)),
-        post("/v1/completions", Completions(engine, config)),
+        post("/v1/chat/completions", ChatCompletions(engine, config, budget)),
+        post("/v1/completions", Completions(engine, config, budget)),
         get("/v1/models", Models(engine)),
         get("/v1/models/{model_id:path}", Models(engine)),
         get("/health", Health()),

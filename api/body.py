@@ -7,7 +7,8 @@ an object (400), nesting (400). Duplicate keys: the last one counts.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import orjson
@@ -23,6 +24,32 @@ Result = TypeVar("Result")
 
 class ClientGone(Exception):
     """The client left before its request was complete. Nobody is there to be answered."""
+
+
+class BodyBudget:
+    """Bytes of request bodies that all requests together may hold until they are parsed. At the bound the request that needs
+    more gets 429, so that many large bodies at once cannot take the memory."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.held_bytes = 0
+
+    @contextmanager
+    def holding(self) -> Iterator[Callable[[int], None]]:
+        """Gives a function that takes bytes from the budget (ApiError 429); all are given back at the end of the block."""
+        taken = 0
+
+        def take(n_bytes: int) -> None:
+            nonlocal taken
+            if self.held_bytes + n_bytes > self.limit_bytes:
+                raise ApiError("Too many large requests at once.", status=429, code="bodies_full", retry_after_s=1.0)
+            self.held_bytes += n_bytes
+            taken += n_bytes
+
+        try:
+            yield take
+        finally:
+            self.held_bytes -= taken
 
 
 def check_headers(headers: Mapping[str, str], max_bytes: int) -> None:
@@ -43,8 +70,11 @@ def too_large(max_bytes: int) -> ApiError:
     return ApiError(f"The request body is larger than the limit of {max_bytes} bytes.", status=413, code="body_too_large")
 
 
-async def read_body(receive: Receive, headers: Mapping[str, str], max_bytes: int, timeout_s: float) -> bytes:
-    """The whole body, at most ``max_bytes``. ApiError 413, 415, or 408 when nothing came for ``timeout_s``; ClientGone."""
+async def read_body(
+    receive: Receive, headers: Mapping[str, str], max_bytes: int, timeout_s: float, take: Callable[[int], None]
+) -> bytes:
+    """The whole body, at most ``max_bytes``. ApiError 413, 415, 408 when nothing came for ``timeout_s``, or what ``take`` (told
+    of the bytes of each piece) raises; ClientGone."""
     check_headers(headers, max_bytes)
     pieces: list[bytes] = []
     size = 0
@@ -60,6 +90,7 @@ async def read_body(receive: Receive, headers: Mapping[str, str], max_bytes: int
         size += len(piece)
         if size > max_bytes:
             raise too_large(max_bytes)
+        take(len(piece))
         pieces.append(piece)
         if not message.get("more_body", False):
             return b"".join(pieces)

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, cast
 
 from kvalet.api.answer import Shape, answer_stream, answer_whole, send_json
-from kvalet.api.body import off_loop, parse_object, read_body
+from kvalet.api.body import BodyBudget, off_loop, parse_object, read_body
 from kvalet.api.chat import ChatShape, Frame
 from kvalet.api.completions import CompletionShape
 from kvalet.api.config import ServerConfig
@@ -27,15 +27,15 @@ REPORT_HEADER = "x-kvalet-report"
 class Turns:
     """Base of the endpoints that start a turn."""
 
-    def __init__(self, engine: TurnEnginePort, config: ServerConfig) -> None:
+    def __init__(self, engine: TurnEnginePort, config: ServerConfig, budget: BodyBudget) -> None:
         self._engine = engine
         self._config = config
+        self._budget = budget
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange: Exchange = scope["state"]["exchange"]
         headers: Mapping[str, str] = scope["state"]["headers"]
-        data = await read_body(receive, headers, self._config.max_body_bytes, self._config.body_timeout_s)
-        asked = await off_loop(data, lambda data: self._parse_bytes(data, headers, exchange.tenant))
+        asked = await self._read(receive, headers, exchange.tenant)
         exchange.session, exchange.stream = asked.request.session, asked.stream
         check_model(asked.model, self._engine.model)
 
@@ -56,6 +56,13 @@ class Turns:
 
     def start(self, asked: Asked) -> Awaitable[TurnPort]:
         raise NotImplementedError
+
+    async def _read(self, receive: Receive, headers: Mapping[str, str], tenant: str) -> Asked:
+        """The bytes of the body are gone when this returns."""
+        config = self._config
+        with self._budget.holding() as take:
+            data = await read_body(receive, headers, config.max_body_bytes, config.body_timeout_s, take)
+            return await off_loop(data, lambda data: self._parse_bytes(data, headers, tenant))
 
     def _parse_bytes(self, data: bytes, headers: Mapping[str, str], tenant: str) -> Asked:
         body = parse_object(data, self._config.max_nesting)

@@ -102,6 +102,7 @@ class ServeSettings(BaseSettings):
     port: int = Field(SERVER.port, ge=0, le=65535, description="port to listen on, 0 = the system chooses")
     api_key: Names = Field([], description="KEY or NAME=KEY that clients must send; may be repeated")
     max_body_bytes: Size = Field(SERVER.max_body_bytes, ge=1024, le=1 << 30, description="largest request body")
+    max_bodies_bytes: Size = Field(SERVER.max_bodies_bytes, ge=1024, description="request bodies in flight together")
     max_nesting: int = Field(SERVER.max_nesting, ge=8, le=200, description="deepest JSON")
     max_connections: int = Field(SERVER.max_connections, ge=1, le=65536, description="most connections at a time")
     body_timeout_seconds: Seconds = Field(SERVER.body_timeout_s, description="longest pause inside a request body")

@@ -11,7 +11,16 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvalet.api.body import INLINE_BYTES, ClientGone, check_headers, deeper_than, off_loop, parse_object, read_body
+from kvalet.api.body import (
+    INLINE_BYTES,
+    BodyBudget,
+    ClientGone,
+    check_headers,
+    deeper_than,
+    off_loop,
+    parse_object,
+    read_body,
+)
 from kvalet.api.errors import ApiError
 from kvalet.api.json_text import nesting
 from starlette.types import Message
@@ -19,6 +28,10 @@ from starlette.types import Message
 pytestmark = pytest.mark.anyio
 
 JSON = {"content-type": "application/json"}
+
+
+def free(n_bytes: int) -> None:
+    """A budget without a bound."""
 
 
 class Client:
@@ -41,14 +54,14 @@ class Client:
 
 
 async def test_pieces_are_joined() -> None:
-    assert await read_body(Client([b"ab", b"", b"c"]).receive, JSON, 3, 1.0) == b"abc"
+    assert await read_body(Client([b"ab", b"", b"c"]).receive, JSON, 3, 1.0, free) == b"abc"
 
 
 @pytest.mark.parametrize("declared", [{}, {"content-length": "10"}, {"content-length": "nonsense"}])
 async def test_the_limit_holds_whatever_was_declared(declared: dict[str, str]) -> None:
     client = Client([b"x" * 60, b"x" * 60, b"x" * 60])
     with pytest.raises(ApiError) as error:
-        await read_body(client.receive, {**JSON, **declared}, 100, 1.0)
+        await read_body(client.receive, {**JSON, **declared}, 100, 1.0, free)
     assert error.value.status == 413
     assert client.taken == 2  # nothing beyond the limit was asked for
 
@@ -56,19 +69,32 @@ async def test_the_limit_holds_whatever_was_declared(declared: dict[str, str]) -
 async def test_a_declared_length_over_the_limit_is_refused_unread() -> None:
     client = Client([b"x"])
     with pytest.raises(ApiError) as error:
-        await read_body(client.receive, {**JSON, "content-length": "101"}, 100, 1.0)
+        await read_body(client.receive, {**JSON, "content-length": "101"}, 100, 1.0, free)
     assert (error.value.status, client.taken) == (413, 0)
 
 
 async def test_a_body_that_stalls() -> None:
     with pytest.raises(ApiError) as error:
-        await read_body(Client([b"{"], finished=False).receive, JSON, 100, 0.02)
+        await read_body(Client([b"{"], finished=False).receive, JSON, 100, 0.02, free)
     assert error.value.status == 408
 
 
 async def test_a_client_that_leaves() -> None:
     with pytest.raises(ClientGone):
-        await read_body(Client([b"{"], finished=False, leaves=True).receive, JSON, 100, 1.0)
+        await read_body(Client([b"{"], finished=False, leaves=True).receive, JSON, 100, 1.0, free)
+
+
+async def test_all_bodies_together_are_bounded() -> None:
+    budget = BodyBudget(100)
+    with budget.holding() as first:
+        assert await read_body(Client([b"x" * 60]).receive, JSON, 100, 1.0, first) == b"x" * 60
+        with pytest.raises(ApiError) as error, budget.holding() as second:
+            await read_body(Client([b"x" * 30, b"x" * 30]).receive, JSON, 100, 1.0, second)
+        assert (error.value.status, error.value.code) == (429, "bodies_full")
+        assert budget.held_bytes == 60
+    assert budget.held_bytes == 0
+    with budget.holding() as third:
+        third(100)
 
 
 @pytest.mark.parametrize(
