@@ -22,7 +22,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[EngineConfig, Loaded
 
 @pytest.fixture(scope="module")
 def real(model_path: Path) -> tuple[EngineConfig, LoadedModel]:
-    config = EngineConfig(model_path, n_pages=240, deterministic=True, decode_rows=4, arena_tokens=16_384)
+    config = EngineConfig(model_path, n_pages=240, deterministic=True, decode_rows=4, arena_tokens=16_384, threads=1)
     return config, load_model(config)
 
 
