@@ -48,11 +48,11 @@ class EngineConfig:
 class ServerConfig:
     """What the HTTP server needs beside the engine. Seconds and bytes as named.
 
-    ``port`` 0 lets the system choose. ``api_keys`` are (tenant name, key) pairs; none = no authentication. At a bound: a body
-    over ``max_body_bytes`` is refused with 413, one with which the bodies in flight would exceed ``max_bodies_bytes`` with 429,
-    JSON nested deeper than ``max_nesting`` with 400, a connection over ``max_connections`` is closed at once, a body that stalls
-    for ``body_timeout_s`` is refused with 408, and a client that takes nothing for ``write_timeout_s`` is cut off. ``ping_s``:
-    the longest silence on a stream.
+    ``port`` 0 lets the system choose. ``api_keys`` are (tenant name, key) pairs; none = no authentication. ``ping_s``: the
+    longest silence on a stream. At a bound: a body over ``max_body_bytes`` is refused with 413, one with which the bodies in
+    flight would exceed ``max_bodies_bytes`` with 429, JSON nested deeper than ``max_nesting`` with 400, a body that stalls for
+    ``body_timeout_s`` with 408; a connection over ``max_connections`` is closed at once, and a client that takes nothing for
+    ``write_timeout_s`` is cut off.
     """
 
     host: str = "127.0.0.1"
