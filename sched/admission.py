@@ -8,6 +8,7 @@ running turn of the highest class is never preempted, so somebody always finishe
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import islice
 
 from kvalet.runtime.plan import PageId
 from kvalet.sched import lifecycle, spill
@@ -21,6 +22,7 @@ from kvalet.sched.turns import EndReason, Refusal, TurnSpec
 
 MAX_PASSES = 8
 MAX_LOOKS = 16
+LOOK_AGAIN = 256
 RETRY_AFTER_S = 1.0
 
 
@@ -176,38 +178,47 @@ def _preempt_paused_for_rows(board: Board) -> None:
 def _admit_queue(board: Board) -> int:
     """Admit who fits. Returns the pages that the first turn who does not fit needs, if evicting can bring them; else 0.
 
-    Looks at a bounded number of turns: a settling must cost little however long the queue is.
+    Cheap however long queue and prompts are: at most ``MAX_LOOKS`` turns are considered, and one that did not fit is only
+    matched again when as many pages are free as it asked for, or after ``LOOK_AGAIN`` events (its match may have grown).
     """
     stuck: list[Turn] = []
-    wanted = looked_at = 0
-    for turn in list(board.queue):
-        if len(board.rows) >= 2 * board.config.max_rows or looked_at >= MAX_LOOKS:
+    wanted = considered = 0
+    for turn in list(islice(board.queue, 2 * MAX_LOOKS)):
+        if len(board.rows) >= 2 * board.config.max_rows or considered >= MAX_LOOKS:
             break  # an admitted turn beyond max_rows restores while others run; its row opens when one closes
         if stuck and (stuck[0].passed >= MAX_PASSES or board.ledger.free == 0):
             break
         if turn.blocked:
             continue
-        looked_at += 1
-        if stuck and _least_need(board, turn) > board.ledger.free:
-            stuck.append(turn)
-            continue
-        match = find_match(board, turn)
-        need = pages_needed(board, turn, match)
-        if need <= board.ledger.free and _may_return(board, turn):
+        considered += 1
+        returns = _may_return(board, turn)
+        match = _look(board, turn) if returns and _worth_a_look(board, turn) else None
+        if match is not None and turn.need <= board.ledger.free:
             for other in stuck:
                 other.passed += 1
-            _admit(board, turn, match, need)
+            _admit(board, turn, match, turn.need)
+            if match.sources:
+                break  # laying out a long restore takes milliseconds: the next one at the next event, which will come
             continue
-        if not stuck and _may_return(board, turn) and _can_be_had(board, match, need):
-            wanted = need
+        if not stuck and returns and _can_be_had(board, turn):
+            wanted = turn.need
         stuck.append(turn)
     return wanted
 
 
-def _least_need(board: Board, turn: Turn) -> int:
-    """A quick estimate from the match remembered when the turn was queued."""
-    known = turn.want_node.end if turn.want_node is not None else 0
-    return -(-(len(turn.ids) - known) // board.config.page_tokens)
+def _worth_a_look(board: Board, turn: Turn) -> bool:
+    since = board.counters.events - turn.looked_at
+    return turn.need <= board.ledger.free or since >= LOOK_AGAIN or (not board.rows and since > 0)
+
+
+def _look(board: Board, turn: Turn) -> Match:
+    """Match, and remember what it asks for."""
+    match = find_match(board, turn)
+    turn.need = pages_needed(board, turn, match)
+    turn.need_own = sum(node.pins == 0 for node in match.path)
+    turn.need_own += match.partial is not None and match.partial[0].pins == 0
+    turn.looked_at = board.counters.events
+    return match
 
 
 def _admit(board: Board, turn: Turn, match: Match, need: int) -> None:
@@ -226,6 +237,7 @@ def _may_return(board: Board, turn: Turn) -> bool:
     return all(other.order >= turn.order for other in board.rows.values())
 
 
-def _can_be_had(board: Board, match: Match, need: int) -> bool:
-    own = sum(node.pins == 0 for node in match.path) + (match.partial is not None and match.partial[0].pins == 0)
-    return board.ledger.free + spill.coming_free(board) + board.index.n_idle - own >= need
+def _can_be_had(board: Board, turn: Turn) -> bool:
+    """Evicting what is idle, and what slow readers hold, would bring the pages."""
+    paused = sum(t.n_pages for t in board.rows.values() if t.state is TurnState.PAUSED)
+    return board.ledger.free + spill.coming_free(board) + board.index.n_idle + paused - turn.need_own >= turn.need

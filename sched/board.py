@@ -57,6 +57,12 @@ class Board:
         self.queue: list[Turn] = []
         """Sorted by ``Turn.order``."""
         self.transfers: dict[TransferId, Transfer] = {}
+        self.waiting_reads: dict[TransferId, Transfer] = {}
+        """Restores that have no slot yet."""
+        self.restoring_pages = 0
+        """Pages leased by restores that somebody waits for."""
+        self.spill_frees = 0
+        """Pages that come free when the spills under way are done."""
         self.steps: list[StepRecord] = []
         self.closes: list[RowId] = []
         """Rows to close with the next plan."""
@@ -142,6 +148,8 @@ class Board:
 
     def free_pages(self, transfer: Transfer) -> None:
         """The transfer gives up its leases."""
+        if transfer.kind is TransferKind.RESTORE and not transfer.abandoned:
+            self.restoring_pages -= len(transfer.pages)
         self.ledger.unlease_all(transfer.pages)
         transfer.pages.clear()
 
@@ -154,6 +162,8 @@ class Board:
         """Last answer in, or given up before the first command: leases, slot and pin are released, the chunk let go."""
         self.advance(transfer, cause)
         del self.transfers[transfer.id]
+        self.waiting_reads.pop(transfer.id, None)
+        self.spill_frees -= transfer.frees
         self.free_pages(transfer)
         self.unpin_disk(transfer)
         if transfer.slot is not None:

@@ -161,6 +161,11 @@ def _check_turn(turn: Turn, lag: int) -> None:
 
 
 def _check_transfers(board: Board) -> None:
+    restores = [t for t in board.transfers.values() if t.kind is TransferKind.RESTORE and not t.abandoned]
+    demand(board.restoring_pages == sum(len(t.pages) for t in restores), "restoring pages", board.restoring_pages)
+    demand(board.spill_frees == sum(t.frees for t in board.transfers.values()), "spill frees", board.spill_frees)
+    waiting = {t.id for t in restores if t.state is TransferState.RESERVED}
+    demand(waiting == set(board.waiting_reads), "waiting reads", waiting)
     for transfer in board.transfers.values():
         demand(transfer.live, "a transfer that is over is booked", transfer)
         chunk = transfer.chunk

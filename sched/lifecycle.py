@@ -212,6 +212,7 @@ def requeue(board: Board, turn: Turn, *, preempted: bool) -> None:
 
 
 def enqueue(board: Board, turn: Turn) -> None:
+    turn.need = turn.looked_at = 0
     board.queue.append(turn)
     board.queue.sort(key=lambda t: t.order)
     if not turn.blocked:
@@ -221,7 +222,7 @@ def enqueue(board: Board, turn: Turn) -> None:
 def remember_want(board: Board, turn: Turn) -> None:
     """The policy ranks what a queued turn matches last; nothing is reserved."""
     root = board.index.root(turn.spec.secret, turn.spec.tenant)
-    path = board.index.walk(root, tuple(turn.ids), len(turn.ids) - 1, turn.calls)
+    path = board.index.walk(root, turn.known_ids(), len(turn.ids) - 1, turn.calls)
     turn.want_node = path[-1] if path else root
     turn.want_node.wanters.add(turn)
     board.index.touch(turn.want_node, board.now)

@@ -67,7 +67,7 @@ class Match:
 def resident_match(board: Board, turn: Turn, limit: int) -> Match:
     """What the device holds of the turn's ids up to ``limit`` tokens, cut to an allowed end."""
     root = board.index.root(turn.spec.secret, turn.spec.tenant)
-    ids = tuple(turn.ids)
+    ids = turn.known_ids()
     path = board.index.walk(root, ids, limit, turn.calls)
     last = path[-1] if path else root
     partial = board.index.best_partial(last, ids, limit, turn.calls)
@@ -82,11 +82,11 @@ def resident_match(board: Board, turn: Turn, limit: int) -> Match:
 
 
 def find_match(board: Board, turn: Turn) -> Match:
-    ids = tuple(turn.ids)
+    ids = turn.known_ids()
     limit = len(ids) - 1
     match = resident_match(board, turn, limit)
     physical = board.index.walk(match.root, ids, limit, turn.calls)
-    sources = list(_sources(board, match.root, physical, ids, limit))
+    sources = list(_sources(board, match.root, physical, turn, ids, limit))
     if board.config.deterministic:
         sources = _cut_to_allowed(board, turn, sources, limit)
     if sources and _end(sources[-1], limit) > match.resident_tokens:
@@ -114,33 +114,41 @@ def _cut_to_allowed(board: Board, turn: Turn, sources: list[Source], limit: int)
     return sources
 
 
-def _sources(board: Board, root: Root, path: list[Node], ids: tuple[int, ...], limit: int) -> Iterator[Source]:
+def _keys(board: Board, turn: Turn, ids: tuple[int, ...]) -> list[ChunkKey]:
+    """Keys of the whole chunks of ``ids``; each is computed once per turn."""
+    size = board.config.chunk_tokens
+    keys = turn.keys
+    while (len(keys) + 1) * size <= len(ids):
+        at = len(keys) * size
+        keys.append(board.chunks.key_after(turn.spec.secret, keys[-1] if keys else None, ids[at : at + size]))
+    return keys
+
+
+def _sources(board: Board, root: Root, path: list[Node], turn: Turn, ids: tuple[int, ...], limit: int) -> Iterator[Source]:
     """Whole chunks in order from where the device ends, then at most one that is usable in part."""
     size = board.config.chunk_tokens
     resident = path[-1].end if path else 0
     start = resident // size * size
-    parent = path[start // board.config.page_tokens - 1].chunk if start else None
-    parent_key = parent.key if parent else None
-    if start and parent is None:
-        raise board.story.defect(f"the whole chunk before token {start} is on the device but not in the chunk map")
+    keys = _keys(board, turn, ids)
+    parent_key = keys[start // size - 1] if start else None
     while start + size <= len(ids) and min(start + size, limit) > resident:
-        source = _whole(board, root, parent_key, ids[start : start + size], start, resident)
+        key = keys[start // size]
+        source = _whole(board, key, ids[start : start + size], start, resident)
         if source is None:
             break
         yield source
         if source.n_tokens < size:
             return
         start += size
-        parent_key = source.key
+        parent_key = key
     if start < limit:
         partial = _in_part(board, root, parent_key, ids, start, resident, limit)
         if partial is not None and partial.start + partial.n_tokens > resident:
             yield partial
 
 
-def _whole(board: Board, root: Root, parent: ChunkKey | None, ids: tuple[int, ...], start: int, resident: int) -> Source | None:
+def _whole(board: Board, key: ChunkKey, ids: tuple[int, ...], start: int, resident: int) -> Source | None:
     page_tokens = board.config.page_tokens
-    key = board.chunks.key_after(root.secret, parent, ids)
     chunk = board.chunks.get(key)
     first_page = max(0, resident - start) // page_tokens
     source = Source(start, len(ids), first_page, len(ids) // page_tokens - first_page, ids, key, chunk)

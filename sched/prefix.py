@@ -154,7 +154,8 @@ class PageIndex:
         self.leaves[node] = None
         self.n_nodes += 1
         self.n_idle += 1
-        self._drop_covered_partials(parent, node)
+        if len(parent.children) > 1:
+            self._drop_covered_partials(parent, node)
         return node
 
     def _drop_covered_partials(self, parent: Node, node: Node) -> None:

@@ -52,6 +52,8 @@ def _reserve(board: Board, turn: Turn, match: Match, source: Source) -> Transfer
         board.out.append(PinDisk((chunk.key,)))
     elif chunk is not None and chunk.slot is not None:
         _copy_from_ram(board, transfer, chunk, chunk.slot)
+    if transfer.state is TransferState.RESERVED:
+        board.waiting_reads[transfer.id] = transfer
     return transfer
 
 
@@ -59,9 +61,11 @@ def _lease(board: Board, transfer: Transfer, page: PageId) -> None:
     board.ledger.lease(page)
     board.ledger.disown(page)
     transfer.pages.append(page)
+    board.restoring_pages += 1
 
 
 def _hand_back(board: Board, transfer: Transfer, turn: Turn, pages: list[PageId]) -> None:
+    board.restoring_pages -= len(pages)
     for page in pages:
         board.ledger.own(page)
         board.ledger.unlease(page)
@@ -71,18 +75,19 @@ def _hand_back(board: Board, transfer: Transfer, turn: Turn, pages: list[PageId]
 
 def pump(board: Board) -> None:
     """Send the reads that wait for a slot, as slots allow, of the oldest asker first. What RAM holds by now is not read."""
-    waiting = [t for t in board.transfers.values() if t.kind is TransferKind.RESTORE and t.state is TransferState.RESERVED]
-    slots = True
-    for transfer in sorted(waiting, key=lambda t: (min(a.order for a in t.askers), t.id)):
+    if not board.waiting_reads:
+        return
+    for transfer in sorted(board.waiting_reads.values(), key=lambda t: (min(a.order for a in t.askers), t.id)):
         chunk = transfer.chunk
         if chunk is not None and chunk.slot is not None:
             _copy_from_ram(board, transfer, chunk, chunk.slot)
-        else:
-            slots = slots and _read(board, transfer)
+        elif not _read(board, transfer):
+            return
 
 
 def _copy_from_ram(board: Board, transfer: Transfer, chunk: Chunk, slot: SlotId) -> None:
     board.chunks.book.hold(slot)
+    board.waiting_reads.pop(transfer.id, None)
     transfer.slot, transfer.staging, transfer.from_disk = slot, False, False
     board.unpin_disk(transfer)
     _copy_in(board, transfer)
@@ -97,6 +102,7 @@ def _read(board: Board, transfer: Transfer) -> bool:
         return False
     transfer.slot, transfer.staging = slot, staging is not None
     board.advance(transfer, TransferCause.READ)
+    del board.waiting_reads[transfer.id]
     session = min(transfer.askers, key=lambda t: t.order).spec.session
     if transfer.chunk is not None:
         board.out.append(ReadChunk(transfer.id, board.chunks.meta(transfer.chunk), slot, session))
@@ -183,7 +189,7 @@ def _join_arrived(board: Board, turn: Turn) -> None:
         turn.restores.pop(0)
         if transfer.live:
             _join(board, turn, transfer, chunk)
-        ids = tuple(turn.ids)
+        ids = turn.known_ids()
         for node in board.index.walk(turn.cursor, ids, min(len(ids) - 1, chunk.end), turn.calls):
             turn.cursor = board.index.step_down(node)
         transfer.askers.remove(turn)
@@ -271,6 +277,7 @@ def _take_down(board: Board, transfer: Transfer, *, over: bool) -> None:
         board.finish_transfer(transfer, TransferCause.FAIL)
         return
     board.cancel_transfer(transfer)
+    board.restoring_pages -= len(transfer.pages)
     transfer.abandoned = True
     if transfer.state is TransferState.READING:
         board.free_pages(transfer)

@@ -12,7 +12,7 @@ from kvalet.sched.prefix import Node, common_prefix
 from kvalet.sched.states import TurnState
 from kvalet.sched.transfer_record import Transfer
 from kvalet.sched.turns import TurnId, TurnReport, TurnSpec
-from kvalet.store.ids import ids_le
+from kvalet.store.ids import ChunkKey, ids_le
 
 MAX_BRANCHES = 16
 """Branches kept per session; the least recently used is forgotten (its KV stays cached until it is evicted)."""
@@ -85,6 +85,9 @@ class Turn:
     decoded: list[tuple[int, int]] = field(default_factory=list)
     calls: tuple[int, ...] = ()
     """Deterministic mode: for each position of ``ids`` a code of the call that computes it (see ``calls.py``)."""
+    ids_seen: tuple[int, ...] = ()
+    keys: list[ChunkKey] = field(default_factory=list)
+    """Keys of the whole chunks of ``ids``, as far as they were asked for."""
     # progress
     kv_len: int = 0
     fed: int = 0
@@ -107,6 +110,11 @@ class Turn:
     blocked: bool = False
     want_node: Node | None = None
     passed: int = 0
+    need: int = 0
+    """Free pages that its last look at the tiers asked for (0: not looked yet); ``need_own``: idle pages it would stand on."""
+    need_own: int = 0
+    looked_at: int = 0
+    """Number of the event at that look."""
     preemptions: int = 0
     older_ended: bool = False
     restore_until: float = 0.0
@@ -134,6 +142,12 @@ class Turn:
             f"kv={self.kv_len}, fed={self.fed}, pending={self.pending}, table={self.table}, spare={list(self.spare)}, "
             f"restores={len(self.restores)})"
         )
+
+    def known_ids(self) -> tuple[int, ...]:
+        """``ids`` as a tuple; copied only when tokens came in since the last call."""
+        if len(self.ids_seen) != len(self.ids):
+            self.ids_seen = tuple(self.ids)
+        return self.ids_seen
 
     @property
     def id(self) -> TurnId:

@@ -81,8 +81,7 @@ def pick_victim(board: Board) -> Unit | None:
 
 def coming_free(board: Board) -> int:
     """Pages that come free without any further decision: leases about to end, spills under way."""
-    restoring = sum(len(t.pages) for t in board.transfers.values() if t.kind is TransferKind.RESTORE and not t.abandoned)
-    return board.ledger.leased_only - restoring + sum(t.frees for t in board.transfers.values())
+    return board.ledger.leased_only - board.restoring_pages + board.spill_frees
 
 
 def make_room(board: Board, wanted: int, *, urgent: bool) -> None:
@@ -180,6 +179,7 @@ def _start_spill(board: Board, unit: Unit, slot: SlotId) -> None:
     transfer.pages = list(unit.pages)
     transfer.n_pages = len(unit.pages)
     transfer.frees = len(unit.nodes)
+    board.spill_frees += transfer.frees
     board.ledger.lease_all(unit.pages)
     board.advance(transfer, TransferCause.COPY)
     board.out.append(CopyOut(transfer.id, unit.pages, slot))
@@ -187,11 +187,14 @@ def _start_spill(board: Board, unit: Unit, slot: SlotId) -> None:
 
 def keep(board: Board) -> None:
     """Turns have been admitted: spills of what they stand on are not wanted any more."""
+    if not board.spill_frees:
+        return
     for transfer in board.transfers.values():
         if transfer.kind is not TransferKind.SPILL or transfer.frees == 0 or transfer.chunk is None:
             continue
         node = transfer.chunk.node
         if node is not None and node.pins and transfer.state is TransferState.COPYING:
+            board.spill_frees -= transfer.frees
             transfer.frees = 0
             board.counters.cancelled_spills += 1
             board.cancel_transfer(transfer)

@@ -21,13 +21,15 @@ from schedworld import World
 
 MAX_WALKS = 60
 EVENTS = 400
+DETECTED = (AssertionError, RuntimeError, LookupError)
+"""A wrong answer or invariant, a defect noticed by core or engine, something missing."""
 
 
 def assert_found() -> None:
     for seed in range(MAX_WALKS):
         try:
             walk(seed, EVENTS)
-        except Exception:
+        except DETECTED:
             return
     raise AssertionError(f"{MAX_WALKS} walks did not notice")
 
@@ -140,15 +142,3 @@ def test_steps_in_flight_lease_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(lifecycle, "release", careless)
     assert_found()
-
-
-def test_other_tenants_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sharing across secrets gives right tokens all the same: only the counts of the reports can tell."""
-    world = World(__import__("schedworld").config())
-    prompt = tuple(range(1, 20))
-    world.ask(prompt, "a")
-    other = world.submit(prompt, "b", secret=b"o" * 32)
-    world.run_to_end(other)
-    ended = world.clients[other].ended
-    assert ended is not None
-    assert ended.report.cached_tokens == 0
