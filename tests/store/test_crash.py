@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from crashmodel import Moment, RecordingIO, crash_states, materialise
 from kvalet.store import workers, writing
+from kvalet.store.directory import Directory
 from kvalet.store.ids import ChunkMeta
 from storekit import Rig, chain
 
@@ -112,6 +113,15 @@ def test_mutant_that_publishes_children_before_their_parents_are_durable_is_caug
     metas = record(tmp_path / "s", io, sync="data", evict=False)
     tally = examine(io.moments[-12:], metas, tmp_path / "s", tmp_path / "crashed", per_moment=4, seed=4)
     assert tally.orphans > 0
+
+
+def test_mutant_that_never_flushes_new_shards_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file is only as durable as the folder it lies in."""
+    monkeypatch.setattr(Directory, "flush_folders", lambda self: None)
+    io = RecordingIO()
+    metas = record(tmp_path / "s", io, sync="data", evict=False)
+    tally = examine(io.moments[-12:], metas, tmp_path / "s", tmp_path / "crashed", per_moment=4, seed=6)
+    assert tally.lost > 0
 
 
 def test_eviction_leaves_no_orphans_behind_a_crash(tmp_path: Path) -> None:

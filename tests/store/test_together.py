@@ -139,6 +139,26 @@ def test_evicted_and_written_again_at_once(tmp_path: Path) -> None:
             rig.quiet()
 
 
+def test_a_bad_file_set_aside_late_does_not_take_the_new_one_along(tmp_path: Path) -> None:
+    """The other race of names: a new write of a refused key waits until the old file has left."""
+    io = FaultIO()
+    with Rig(tmp_path / "s", io=io) as rig:
+        meta = rig.chain(1)[0]
+        rig.write([meta])
+        with rig.path(meta).open("r+b") as f:
+            f.write(b"bad")
+        io.arm(Fault("rename", 1, "hang"))
+        assert rig.read(meta) == "header"
+        assert io.hanging.wait(WAIT_S)
+        job = rig.submit_write(meta)
+        assert rig.store._state.board.of_job(job).gates  # type: ignore[union-attr]
+        io.disarm()
+        assert rig.settle().reason == ""
+        assert rig.read(meta) == ""
+        rig.quiet()
+        assert len(os.listdir(tmp_path / "s" / "bad")) == 1
+
+
 def test_random_puts_never_exceed_the_cap_on_disk(tmp_path: Path) -> None:
     """G1: shared and unshared chunks; the disk itself is measured while it goes on."""
     seed = 20260801

@@ -24,6 +24,7 @@ from kvalet.store.fileio import FileIO
 class Inode:
     data: bytearray = field(default_factory=bytearray)
     synced: bytes = b""
+    is_folder: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,8 @@ class Moment:
     pending: tuple[Change, ...]
     files: dict[int, tuple[bytes, bytes]]
     acked: frozenset[bytes]
+    made: frozenset[str]
+    """Folders made during the run: without its folder a file is lost."""
 
 
 class RecordingIO(FileIO):
@@ -56,6 +59,7 @@ class RecordingIO(FileIO):
         self._skip_fsync = skip_fsync
         self._kept: dict[str, Inode] = {}
         self._live: dict[str, Inode] = {}
+        self._made: set[str] = set()
         self._pending: list[Change] = []
         self._open: dict[int, Inode] = {}
         self._lock = threading.RLock()
@@ -116,6 +120,12 @@ class RecordingIO(FileIO):
             super().unlink(path, dir_fd=dir_fd)
             self._change(self._where(dir_fd), path, None)
 
+    def mkdir(self, path: str, *, dir_fd: int) -> None:
+        with self._lock:
+            super().mkdir(path, dir_fd=dir_fd)
+            self._made.add(os.path.join(self._where(dir_fd), path))
+            self._change(self._where(dir_fd), path, Inode(is_folder=True))
+
     def acknowledge(self, key: bytes) -> None:
         with self._lock:
             self.acked.add(key)
@@ -139,7 +149,9 @@ class RecordingIO(FileIO):
 
     def _note(self) -> None:
         inodes = {id(i): (bytes(i.data), i.synced) for i in self._live.values()}
-        self.moments.append(Moment(dict(self._kept), tuple(self._pending), inodes, frozenset(self.acked)))
+        self.moments.append(
+            Moment(dict(self._kept), tuple(self._pending), inodes, frozenset(self.acked), frozenset(self._made))
+        )
 
 
 def crash_states(moment: Moment, rng: random.Random, at_most: int) -> Iterator[dict[str, bytes]]:
@@ -156,6 +168,9 @@ def crash_states(moment: Moment, rng: random.Random, at_most: int) -> Iterator[d
                 RecordingIO._apply(names, change)
         state = {}
         for path, inode in names.items():
+            folder = os.path.dirname(path)
+            if inode.is_folder or (folder in moment.made and folder not in names):
+                continue
             data, synced = moment.files.get(id(inode), (bytes(inode.data), inode.synced))
             state[path] = synced if synced == data else rng.choice((synced, data, data[: len(data) // 2], bytes(len(data))))
         yield state
