@@ -91,7 +91,7 @@ async def one_turn(scheduler: Scheduler, history: list[int], session: str, rows:
 
 async def one_round(scheduler: Scheduler, histories: list[list[int]], number: int) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
-    before = scheduler.statistics()
+    scheduler.lag_meter.reset_window()
     limit = anyio.Semaphore(AT_A_TIME)
     began = time.monotonic()
 
@@ -112,7 +112,7 @@ async def one_round(scheduler: Scheduler, histories: list[list[int]], number: in
     gaps = [gap for row in rows for gap in row["gaps"]]
     ttfts = [row["ttft"] for row in rows]
     reports = [row["report"] for row in rows]
-    del before
+    lag = scheduler.statistics().lag.window
     return {
         "round": number, "wall_s": wall, "sessions_per_s": len(rows) / wall,
         "ttft_p50": percentile(ttfts, 0.5), "ttft_p99": percentile(ttfts, 0.99), "ttft_mean": sum(ttfts) / len(ttfts),
@@ -120,6 +120,7 @@ async def one_round(scheduler: Scheduler, histories: list[list[int]], number: in
         "prompt_tokens": sum(r.prompt_tokens for r in reports), "computed": sum(r.computed_tokens for r in reports),
         "resident": sum(r.resident_tokens for r in reports), "ram": sum(r.ram_tokens for r in reports),
         "disk": sum(r.disk_tokens for r in reports), "preemptions": sum(r.preemptions for r in reports),
+        "lag_p50_ms": lag.quantile(0.5), "lag_p99_ms": lag.quantile(0.99), "lag_max_ms": lag.maximum,
     }  # fmt: skip
 
 
@@ -156,7 +157,6 @@ async def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         for number in range(ROUNDS + 1):
             rounds.append(await one_round(scheduler, histories, number))
             print(json.dumps({k: round(v, 3) if isinstance(v, float) else v for k, v in rounds[-1].items()}), flush=True)
-        print(str(scheduler.statistics())[:3000], flush=True)
     if registered is not None:
         registered.close()
     return rounds
