@@ -5,8 +5,8 @@ Pool, slab and arenas are sized here, once, and never grow. What was chosen, cla
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,16 +15,16 @@ from kvalet.api.build_tiers import NoCopies, NoDisk, make_slab, no_slot, open_st
 from kvalet.api.config import EngineConfig
 from kvalet.api.fetch_model import cache_dir, model_path
 from kvalet.api.machine import available_memory, folder_bytes, free_disk_bytes
-from kvalet.api.memory_plan import MemoryPlan, plan_memory
+from kvalet.api.memory_plan import MemoryPlan, PlanError, plan_memory
 from kvalet.api.prompts import Prompts
 from kvalet.api.template import ChatTemplate
 from kvalet.runtime.engine import LoadedModel, StepEngine, load_model
 from kvalet.runtime.errors import RuntimeFault
 from kvalet.runtime.geometry import KVGeometry
-from kvalet.runtime.grammar import GrammarCache
+from kvalet.runtime.grammar import GrammarCache, GrammarError
 from kvalet.runtime.plan import SlotId
 from kvalet.runtime.slab import SlabError
-from kvalet.runtime.tokenizer import Tokenizer
+from kvalet.runtime.tokenizer import Tokenizer, TokenizerError
 from kvalet.runtime.transfer import Copier
 from kvalet.sched.config import SchedConfig
 from kvalet.sched.core import Core
@@ -68,8 +68,7 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Parts:
     try:
         with ExitStack() as opened:
             return _build(config, tell, opened)
-    # ValueErrors are those of frozen configurations: values that contradict each other.
-    except (RuntimeFault, ValueError, SlabError, StoreError) as error:
+    except (RuntimeFault, TokenizerError, GrammarError, PlanError, SlabError, StoreError) as error:
         raise StartError(str(error)) from error
     except MemoryError as error:
         raise StartError("there is not enough memory for the model; try --weights int4 or smaller sizes") from error
@@ -80,7 +79,8 @@ def _build(config: EngineConfig, tell: Progress, opened: ExitStack) -> Parts:
         raise StartError(f"device {config.device!r} is not supported by this version; use 'cpu'")
     path = _model_file(config)
     tell(1, STEPS, f"reading {path.name}")
-    chosen = runtime_config(config, path, cache_dir())
+    with _contradictions():
+        chosen = runtime_config(config, path, cache_dir())
     model = load_model(chosen)
     grammars = GrammarCache(model.tokenizer)
     tell(2, STEPS, "sizing pool, RAM tier and disk tier")
@@ -93,8 +93,9 @@ def _build(config: EngineConfig, tell: Progress, opened: ExitStack) -> Parts:
     tell(4, STEPS, f"making the slab: {plan.ram_slots} + {plan.staging_slots} slots")
     slab = make_slab(geometry, plan, opened)
     tell(5, STEPS, "opening the store" if plan.store_bytes else "no disk tier")
-    store, store_note = open_store(config, geometry, plan, identity, opened)
-    sched = sched_config(config, geometry, plan, identity, model.context_tokens)
+    with _contradictions():
+        store, store_note = open_store(config, geometry, plan, identity, opened)
+        sched = sched_config(config, geometry, plan, identity, model.context_tokens)
     template, template_note = _template(model)
     prompts = Prompts(
         model.tokenizer,
@@ -104,6 +105,7 @@ def _build(config: EngineConfig, tell: Progress, opened: ExitStack) -> Parts:
         default_max_tokens=config.default_max_tokens,
     )
     notes = [*plan.notes, *(note for note in (store_note, template_note) if note)]
+    banner = _banner(config, path, model, geometry, plan, store, sched, notes)
     return Parts(
         core=Core(sched, store if store is not None else NoDisk()),
         step_engine=step_engine,
@@ -116,9 +118,18 @@ def _build(config: EngineConfig, tell: Progress, opened: ExitStack) -> Parts:
         model_id=config.served_name or path.stem,
         context_tokens=model.context_tokens,
         created=int(path.stat().st_mtime),
-        banner=tuple(_banner(config, path, model, geometry, plan, store, sched, notes)),
+        banner=tuple(banner),
         close=opened.pop_all().close,
     )
+
+
+@contextmanager
+def _contradictions() -> Iterator[None]:
+    """Frozen configurations refuse values that contradict each other with a ValueError; here it becomes the sentence."""
+    try:
+        yield
+    except ValueError as error:
+        raise StartError(str(error)) from error
 
 
 def _silent(step: int, of: int, what: str) -> None:

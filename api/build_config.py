@@ -8,6 +8,7 @@ from kvalet.api.config import EngineConfig
 from kvalet.api.memory_plan import MemoryPlan
 from kvalet.runtime.config import EngineConfig as RuntimeConfig
 from kvalet.runtime.geometry import KVGeometry
+from kvalet.runtime.grammar import MAX_FORCED
 from kvalet.sched.config import SchedConfig
 from kvalet.store.ids import Identity
 
@@ -32,7 +33,7 @@ def runtime_config(config: EngineConfig, path: Path, cache: Path) -> RuntimeConf
         n_pages=2,
         weights=config.weights,
         context_tokens=config.context_tokens,
-        max_step_tokens=_idle_step_tokens(config) + config.max_rows,
+        max_step_tokens=max(_idle_step_tokens(config), config.max_rows * (MAX_FORCED + 1)) + config.max_rows,
         threads=config.threads,
         deterministic=config.deterministic,
         decode_rows=config.decode_rows,

@@ -26,7 +26,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 MAX_REPEAT = 100_000
 """Largest count, width or factor that a template may use, and the longest result of one multiplication."""
 
-_WIDE_FORMAT = re.compile(r"\d{6}|\*")
+_WIDE_PERCENT = re.compile(r"%(\([^)]*\))?[-+ #0]*(\d{6}|\*|\d*\.(\d{6}|\*))")
+_WIDE_BRACES = re.compile(r"\{[^{}]*\d{6}")
+"""Format specifications that ask for a width or precision of six digits and more, or take it from an argument."""
 _deadline: ContextVar[float] = ContextVar("kvalet_template_deadline", default=float("inf"))
 
 
@@ -93,17 +95,18 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
             node.body.insert(0, tick.set_lineno(node.lineno))  # type: ignore[attr-defined]
         return tree
 
-    def call(self, context: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         self.tick()
         _check_arguments(args, kwargs)
-        owner = getattr(obj, "__self__", None)
-        if isinstance(owner, str) and getattr(obj, "__name__", "") in ("format", "format_map"):
-            _check_format(owner)
+        method = getattr(obj, "__wrapped__", obj)  # jinja2 hands out str.format in a wrapper of its own
+        owner = getattr(method, "__self__", None)
+        if isinstance(owner, str) and getattr(method, "__name__", "") in ("format", "format_map"):
+            _check_format(owner, _WIDE_BRACES)
         return super().call(context, obj, *args, **kwargs)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         if operator == "%" and isinstance(left, str):
-            _check_format(left)
+            _check_format(left, _WIDE_PERCENT)
         elif operator == "**" and (abs(left) > MAX_REPEAT or abs(right) > 64):
             raise SecurityError("the chat template computes a power that is too large")
         elif operator == "*" and _length(left) * _length(right) > MAX_REPEAT and (_sized(left) or _sized(right)):
@@ -125,8 +128,8 @@ def _check_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             raise SecurityError(f"the chat template asks for {value} of something: more than {MAX_REPEAT}")
 
 
-def _check_format(text: str) -> None:
-    if _WIDE_FORMAT.search(text):
+def _check_format(text: str, wide: re.Pattern[str]) -> None:
+    if wide.search(text):
         raise SecurityError("the chat template formats to a width that is too large")
 
 
@@ -137,7 +140,7 @@ def _bounded(filter_: Callable[..., Any]) -> Callable[..., Any]:
     def checked(*args: Any, **kwargs: Any) -> Any:
         _check_arguments(args[1:], kwargs)
         if filter_.__name__ == "do_format":
-            _check_format(str(args[0]))
+            _check_format(str(args[0]), _WIDE_PERCENT)
         return filter_(*args, **kwargs)
 
     return checked

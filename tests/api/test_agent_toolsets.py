@@ -66,24 +66,21 @@ CODING = [
     tool("nothing", {}, []),
     {"type": "function", "function": {"name": "bare"}},
 ]  # fmt: skip
-PYDANTIC = tool(
-    "plan",
-    {"root": {"$ref": "#/$defs/Step"}, "colour": {"$ref": "#/$defs/Colour"}},
-    **{
-        "$defs": {
-            "Colour": {"type": "string", "enum": ["red", "green"], "title": "Colour"},
-            "Step": {
-                "type": "object",
-                "title": "Step",
-                "properties": {
-                    "title": {"type": "string", "maxLength": 8},
-                    "next": {"anyOf": [{"$ref": "#/$defs/Step"}, {"type": "null"}], "default": None},
-                },
-                "required": ["title"],
+DEFINITIONS: dict[str, Any] = {
+    "$defs": {
+        "Colour": {"type": "string", "enum": ["red", "green"], "title": "Colour"},
+        "Step": {
+            "type": "object",
+            "title": "Step",
+            "properties": {
+                "title": {"type": "string", "maxLength": 8},
+                "next": {"anyOf": [{"$ref": "#/$defs/Step"}, {"type": "null"}], "default": None},
             },
-        }
-    },
-)
+            "required": ["title"],
+        },
+    }
+}
+PYDANTIC = tool("plan", {"root": {"$ref": "#/$defs/Step"}, "colour": {"$ref": "#/$defs/Colour"}}, None, **DEFINITIONS)
 TOOLSETS = {"coding": CODING, "pydantic": [PYDANTIC], "both": [*CODING, PYDANTIC]}
 
 

@@ -26,7 +26,8 @@ from kvalet.api.prompts import Prompts
 from kvalet.api.requests import ChatRequest, TurnEnd
 from kvalet.api.session import Session
 from kvalet.api.template import ChatTemplate
-from kvalet.runtime.fake import FakeModel, FakePool, FakeSlab
+from kvalet.runtime.fake import FakePool, FakeSlab
+from kvalet.runtime.fake_model import FakeModel
 from kvalet.runtime.plan import EndedBy, SamplingParams
 from kvalet.sched.config import SchedConfig
 from kvalet.sched.core import Core

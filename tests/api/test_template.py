@@ -146,6 +146,9 @@ def test_tools_are_written_without_escapes_and_a_growing_history_keeps_its_prefi
         "{{ (10**9) ** (10**9) }}",
         "{{ '%999999999d' % 1 }}",
         "{{ '%*d' % (999999999, 1) }}",
+        "{{ '%.999999999f' % 1.5 }}",
+        "{{ '%(a)999999999d' % {'a': 1} }}",
+        "{{ '{:{}}'.format(1, 999999999) }}",
         "{{ '%999999999d' | format(1) }}",
         "{{ '{:999999999}'.format(1) }}",
         "{{ 'x' | center(999999999) }}",
@@ -184,10 +187,10 @@ def test_what_templates_need_works() -> None:
         "{% endgeneration %}{% if loop.index > 2 %}{% break %}{% endif %}{% endfor %}"
         "{% macro f(x) %}<{{ x }}>{% endmacro %}{{ f('a') }}{{ {'k': 'ü'} | tojson(indent=2) }}{{ '-' * 3 }}"
         "{% set ns = namespace(n=0) %}{% for i in range(3) %}{% set ns.n = ns.n + i %}{% endfor %}{{ ns.n }}"
-        "{{ '%s-%05d' | format('a', 7) }}"
+        "{{ '%s-%05d' | format('a', 7) }}{{ '%s 20261201 50%% {x}' % 'b' }}{{ '{0:>4} 1234567'.format('c') }}"
     )
     text = ChatTemplate(source).render([said("system"), *[said("user", f" {i} ") for i in range(5)]], now=NOW).text
-    assert text == '0!1!<a>{\n  "k": "ü"\n}---3a-00007'
+    assert text == '0!1!<a>{\n  "k": "ü"\n}---3a-00007b 20261201 50% {x}   c 1234567'
     assert MAX_REPEAT >= 10_000, "templates pad and indent by such numbers at most"
 
 
