@@ -40,6 +40,8 @@ from kvalet.sched.turns import TurnSpec
 from kvalet.store.ids import tenant_secret
 
 TEXT_THREADS = 2
+STALLED_S = 60.0
+"""Without a step for so long while turns could go on, the engine is not ready: longer than any step or wait for a disk takes."""
 Result = TypeVar("Result")
 
 
@@ -213,6 +215,8 @@ class Engine:
             return False, "not started"
         if self._scheduler.device_lost is not None:
             return False, f"device lost: {self._scheduler.device_lost}"
+        if (seconds := self._scheduler.stalled_s()) > STALLED_S:
+            return False, f"stalled: no step for {seconds:.0f} s while turns wait"
         return (False, "draining") if self._draining else (True, "")
 
     def statistics(self) -> EngineStatistics:

@@ -75,6 +75,7 @@ def latency_families(scheduler: SchedulerStatistics) -> Iterator[Metric]:
     ):
         yield histogram_s(name, text, [((), snapshot)])
     shares = {**{str(share): lag.quantile(share) / 1e3 for share in LAG_SHARES}, "1": lag.maximum / 1e3}
+    yield gauge("kvalet_stalled_seconds", "Time without a step while turns could go on", alone(scheduler.stalled_s))
     yield gauge("kvalet_loop_lag_seconds", "How late the event loop was: median, p99, maximum", by(shares), ("quantile",))
 
 

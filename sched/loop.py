@@ -102,6 +102,10 @@ class Scheduler:
         """Why nothing can be computed any more; None while all is well."""
         return self._ticker.device_lost
 
+    def stalled_s(self) -> float:
+        """Seconds without a step while turns are open that could go on (``Ticker.stalled_s``)."""
+        return self._ticker.stalled_s()
+
     def now(self) -> float:
         """Seconds of the scheduler's clock."""
         return self._clock()
@@ -153,6 +157,7 @@ class Scheduler:
             violation=ticker.violation,
             totals=self.stats.snapshot(),
             lag=self.lag_meter.statistics(),
+            stalled_s=ticker.stalled_s(),
             core=self._core.statistics(),
         )
 

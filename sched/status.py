@@ -21,7 +21,8 @@ class DrainReport:
 @dataclass(frozen=True, slots=True)
 class SchedulerStatistics:
     """``device_lost``, ``violation``: what broke, None while all is well. ``core``: the core's own ``statistics()``.
-    ``transfers_in_flight``: copies, reads and writes without an answer yet."""
+    ``transfers_in_flight``: copies, reads and writes without an answer yet. ``stalled_s``: seconds without a step while
+    turns are open that could go on."""
 
     open_turns: int
     blocked_turns: int
@@ -34,4 +35,5 @@ class SchedulerStatistics:
     violation: str | None
     totals: Totals
     lag: LagStatistics
+    stalled_s: float
     core: Any

@@ -98,7 +98,8 @@ class Ticker:
         """What the core's ``Drained`` said."""
         self._wakeups = Wakeups(loop, clock, lambda: inbox.post_local(events.Tick))
         self._actions = self._action_table()
-        self._latest = clock()
+        self._latest = self._moved = clock()
+        self._at_rest = True
         self._ticked: asyncio.Event | None = None
         self._check_timer: asyncio.TimerHandle | None = None
         self._next_check = 0.0
@@ -140,6 +141,11 @@ class Ticker:
         self._wakeups.close()
         self.inbox.close()
 
+    def stalled_s(self) -> float:
+        """Seconds without a step while turns are open that could go on; 0.0 without such turns. Turns whose readers are slow
+        do not count. Transfers are no progress: a pool that turns restores over and over moves many bytes and no token."""
+        return 0.0 if self._at_rest else max(0.0, self._clock() - self._moved)
+
     async def until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
         """Whether ``condition``, looked at after each tick, came true in time."""
         with anyio.move_on_after(timeout_s):
@@ -152,11 +158,14 @@ class Ticker:
     def _tick(self) -> None:
         began = time.perf_counter()
         self.inbox.begin()
+        if self._at_rest:
+            self._moved = self._clock()
         try:
             self._take_postings(began + MAX_TICK_S)
             self._plan_steps()
         except Exception as error:  # noqa: BLE001 - the scheduler's boundary: whatever it was, the turns must end
             self._violated(error)
+        self._at_rest = len(self.turns) == self.turns.n_blocked
         if len(self.inbox):
             self.inbox.arm()
         elif self._is_idle():
@@ -192,6 +201,7 @@ class Ticker:
     def _step_done(self, result: StepResult, now: float) -> events.Event:
         self.engine_thread.settle()
         self._stats.stepped(result)
+        self._moved = now
         return events.StepDone(now, result)
 
     def _engine_failed(self, message: str, now: float) -> events.Event:

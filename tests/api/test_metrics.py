@@ -43,7 +43,7 @@ def scheduler(stats: Stats, core: Any = None) -> SchedulerStatistics:
     return SchedulerStatistics(
         open_turns=2, blocked_turns=1, waiting_postings=0, steps_in_flight=1, transfers_in_flight=3, duplicate_answers=0,
         closing=False, device_lost=None, violation=None, totals=stats.snapshot(),
-        lag=LagStatistics(lag.snapshot(), lag.snapshot()), core=core,
+        lag=LagStatistics(lag.snapshot(), lag.snapshot()), stalled_s=0.0, core=core,
     )  # fmt: skip
 
 
