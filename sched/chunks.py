@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from kvalet.sched.transfer_record import Transfer
 
 
+OWN_TAILS = 4096
+
+
 @dataclass(slots=True, eq=False)
 class Chunk:
     """One chunk or tail (fewer ids than ``chunk_tokens``). ``on_disk`` is what was last heard, not a promise.
@@ -76,6 +79,7 @@ class ChunkMap:
         self.book = RamBook(config.ram_slots)
         self._by_key: dict[ChunkKey, Chunk] = {}
         self._tops: dict[bytes, dict[ChunkKey, Chunk]] = {}
+        self._own_tails: dict[tuple[bytes, str], None] = {}
         self.lost_chunks = 0
         """Chunks whose last copy was given up."""
 
@@ -93,6 +97,16 @@ class ChunkMap:
 
     def parent_bytes(self, parent: ChunkKey | None) -> bytes:
         return self._config.identity if parent is None else parent
+
+    def remember_tail(self, chunk: Chunk) -> None:
+        """A tail before the first whole chunk is on disk, and it is this secret's (the last ``OWN_TAILS`` are known)."""
+        if chunk.tail and chunk.ordinal == 0:
+            self._own_tails[(chunk.secret, chunk.key.hex()[:16])] = None
+            if len(self._own_tails) > OWN_TAILS:
+                del self._own_tails[next(iter(self._own_tails))]
+
+    def is_own_tail(self, secret: bytes, key_hex16: str) -> bool:
+        return (secret, key_hex16) in self._own_tails
 
     def children_of(self, parent: Chunk | None, secret: bytes) -> dict[ChunkKey, Chunk]:
         return self._tops.get(secret, {}) if parent is None else parent.children

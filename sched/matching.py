@@ -180,7 +180,7 @@ def _in_part(
     best = None
     if parent is None or parent_chunk is not None:
         best = board.chunks.best_child(parent_chunk, root.secret, want)
-    disk = _tail_on_disk(board, root, parent, want, start, first_page)
+    disk = _tail_on_disk(board, root, parent, ids, start, first_page, limit)
     if disk is not None and disk.key is not None and (best is None or disk.n_tokens > best[1]):
         return disk
     if best is not None and start + best[1] > resident:
@@ -194,25 +194,30 @@ def _in_part(
 
 
 def _tail_on_disk(
-    board: Board, root: Root, parent: ChunkKey | None, want: tuple[int, ...], start: int, first_page: int
+    board: Board, root: Root, parent: ChunkKey | None, ids: tuple[int, ...], start: int, first_page: int, limit: int
 ) -> Source | None:
     """A stored tail by its exact key if one matches whole (the longest), else the question which of the stored ones shares
-    most, which only a reader can answer. Never that question before the first chunk: what is stored there are the short
-    prompts of everybody, which are not for others to wait for, or to see."""
+    most, which only a reader can answer. Before the first chunk that question is only asked about tails that this process
+    wrote or read for the same secret: the others there are the short prompts of everybody, which are not for this turn to
+    wait for, or to see."""
     refs = board.disk.tails(board.chunks.parent_bytes(parent))
+    want = ids[start : min(limit, start + board.config.chunk_tokens)]
+    rest = ids[start : start + board.config.chunk_tokens]
     page_tokens = board.config.page_tokens
     names = {(ref.n_tokens, ref.key_hex16) for ref in refs}
-    for n in sorted({ref.n_tokens for ref in refs if ref.n_tokens <= len(want)}, reverse=True):
-        key = board.chunks.key_after(root.secret, parent, want[:n])
+    for n in sorted({ref.n_tokens for ref in refs if ref.n_tokens <= len(rest)}, reverse=True):
+        key = board.chunks.key_after(root.secret, parent, rest[:n])
         if (n, key.hex()[:16]) in names:
             chunk = board.chunks.get(key)
-            pages = -(-n // page_tokens) - first_page
-            source = Source(start, n, first_page, pages, want[:n], key, chunk, from_disk=True, exact=True)
+            pages = -(-min(n, len(want)) // page_tokens) - first_page
+            source = Source(start, n, first_page, pages, rest[:n], key, chunk, from_disk=True, exact=True)
             return _attached(board, source, chunk.incoming) if chunk is not None and chunk.incoming else source
-    if parent is None or board.config.deterministic:
+    if parent is None:
+        refs = [ref for ref in refs if board.chunks.is_own_tail(root.secret, ref.key_hex16)]
+    if not refs or board.config.deterministic:
         return None
     candidates = tuple(refs[:MAX_TAIL_CANDIDATES])
-    n = min(len(want), max((ref.n_tokens for ref in candidates), default=0))
+    n = min(len(want), max(ref.n_tokens for ref in candidates))
     pages = -(-n // page_tokens) - first_page
     if pages < 1:
         return None

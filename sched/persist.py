@@ -139,6 +139,7 @@ def on_write_done(board: Board, transfer: Transfer, event: WriteDone) -> None:
     board.write_failures = 0
     board.counters.written_chunks += 1
     board.counters.written_bytes += event.n_bytes
+    board.chunks.remember_tail(chunk)
     board.chunks.set_on_disk(chunk, True)
     board.finish_transfer(transfer, TransferCause.COMPLETE)
 

@@ -137,6 +137,7 @@ def on_read_done(board: Board, transfer: Transfer, event: ReadDone) -> list[Turn
     chunk = transfer.chunk
     assert chunk is not None
     assert transfer.slot is not None
+    board.chunks.remember_tail(chunk)
     if not transfer.staging and chunk.slot is None:
         board.chunks.fill(chunk, transfer.slot)
     _copy_in(board, transfer)

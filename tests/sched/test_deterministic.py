@@ -7,6 +7,7 @@ machine that holds everything and on one that is always short mean that the same
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
 from kvalet.runtime.fake_model import FakeModel
@@ -76,16 +77,16 @@ def machine(lag: int, **changes: object) -> World:
     return World(cfg, model=FakeModel(vocab=31, shape_sensitive=True))
 
 
-@pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("lag", [0, 1])
-def test_a_short_machine_answers_as_one_that_holds_everything(seed: int, lag: int) -> None:
+def test_a_short_machine_answers_as_one_that_holds_everything(lag: int) -> None:
     right = converse(machine(lag, n_pages=800, ram_slots=0), 0, 0.0)
-    short = machine(lag, n_pages=24 + seed, ram_slots=1 + seed % 4, chunk_tokens=(8, 16)[seed % 2])
-    got = converse(short, seed, 0.05)
-    assert got == right, f"seed {seed}"
-    stats = short.core.statistics().counters
-    assert stats["spilled_chunks"] > 0
-    assert stats["restored_pages"] > 0
+    seen: Counter[str] = Counter()
+    for seed in range(24):
+        short = machine(lag, n_pages=24 + seed % 12, ram_slots=seed % 5, chunk_tokens=(8, 16)[seed % 2])
+        assert converse(short, seed, 0.05) == right, f"lag {lag}, seed {seed}"
+        counters = short.core.statistics().counters
+        seen.update({name: counters[name] for name in ("spilled_chunks", "restored_pages", "dropped_chunks", "preemptions")})
+    assert min(seen.values()) > 0, seen
 
 
 def test_the_twin_can_tell(monkeypatch: pytest.MonkeyPatch) -> None:
