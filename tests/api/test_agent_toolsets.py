@@ -45,7 +45,7 @@ EDIT = {
     "required": ["old", "new"],
     "additionalProperties": False,
 }
-TODO = {
+TASK = {
     "type": "object",
     "properties": {
         "content": {"type": "string", "minLength": 1},
@@ -59,7 +59,7 @@ CODING = [
     tool("write", {"path": TEXT, "content": TEXT}, additionalProperties=False),
     tool("bash", {"command": TEXT, "timeout": {"type": "number", "maximum": 600000}}, ["command"]),
     tool("multi_edit", {"path": TEXT, "edits": {"type": "array", "items": EDIT, "minItems": 1}}),
-    tool("todo_write", {"todos": {"type": "array", "items": TODO, "maxItems": 3}}),
+    tool("task_write", {"tasks": {"type": "array", "items": TASK, "maxItems": 3}}),
     tool("fetch", {"url": {"type": "string", "format": "uri"}, "headers": TEXT_MAP}, ["url"]),
     tool("mcp__db__query", {"sql": TEXT, "params": {"type": "array", "items": {"anyOf": [TEXT, {"type": "null"}]}}}),
     tool("pick", {"n": {"type": ["integer", "null"]}, "kind": {"const": "a"}, "when": {"type": "string", "format": "date"}}),
