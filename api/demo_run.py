@@ -25,11 +25,14 @@ LEAST_SLOTS = 4
 
 @dataclass(frozen=True, slots=True)
 class DemoPlan:
-    """``pool_share``, ``ram_share``: parts of the agents' unique final KV that the small machine's pool and RAM tier hold."""
+    """``pool_share``, ``ram_share``: parts of the agents' unique final KV that the small machine's pool and RAM tier hold.
+    ``call_tokens``, ``answer_tokens``: bounds of a tool call and of an answer in text."""
 
     model: Path
     workload: WorkloadSpec = field(default_factory=WorkloadSpec)
-    max_tokens: int = 48
+    call_tokens: int = 96
+    answer_tokens: int = 24
+    decode_rows: int = 8
     pool_share: float = 1 / 3
     ram_share: float = 1 / 3
     reference_tokens_per_agent: int = 3072
@@ -81,11 +84,13 @@ def common_prefix(sequences: Sequence[tuple[int, ...]]) -> int:
 
 
 def conversations(plan: DemoPlan) -> list[Conversation]:
-    return [Conversation(script, MODEL_NAME, plan.max_tokens) for script in make_agents(plan.workload)]
+    agents = make_agents(plan.workload)
+    return [Conversation(script, MODEL_NAME, plan.call_tokens, plan.answer_tokens) for script in agents]
 
 
 def command(plan: DemoPlan, *more: str) -> list[str]:
-    return serve_command([str(plan.model), "--served-name", MODEL_NAME, "--deterministic", "--log-level", "warning", *more])
+    fixed = ["--deterministic", "--decode-rows", str(plan.decode_rows), "--log-level", "warning"]
+    return serve_command([str(plan.model), "--served-name", MODEL_NAME, *fixed, *more])
 
 
 async def moved(server: ServerProcess, moments: list[Moment]) -> None:

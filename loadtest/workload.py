@@ -110,10 +110,12 @@ def log_lines(rng: random.Random, service: str, n_chars: int) -> str:
 class Conversation:
     """One agent's history. ``turn`` counts the turns that were accepted, from 0."""
 
-    def __init__(self, script: AgentScript, model: str, max_tokens: int = 64) -> None:
+    def __init__(self, script: AgentScript, model: str, max_tokens: int = 64, answer_tokens: int = 0) -> None:
+        """``answer_tokens``: bound of answers in text, 0 = ``max_tokens``, which bounds tool calls."""
         self.script = script
         self.model = model
         self.max_tokens = max_tokens
+        self.answer_tokens = answer_tokens or max_tokens
         self.turn = 0
         self.messages: list[dict[str, Any]] = [
             {"role": "system", "content": SYSTEM},
@@ -138,7 +140,7 @@ class Conversation:
             "tools": list(TOOLS),
             "tool_choice": "required" if self.wants_tool else "none",
             "parallel_tool_calls": False,
-            "max_tokens": self.max_tokens,
+            "max_tokens": self.max_tokens if self.wants_tool else self.answer_tokens,
             "temperature": 0,
             "stream": True,
             "stream_options": {"include_usage": True},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -98,8 +99,11 @@ def test_what_is_imported_is_declared(wheel: Path) -> None:
     declared = {re.split(r"[^\w.-]", line)[0].lower().replace("-", "_") for line in lines}
     imported: set[str] = set()
     for member in (n for n in archive.namelist() if n.endswith(".py")):
-        text = archive.read(member).decode()
-        imported |= {m.lower() for m in re.findall(r"^\s*(?:from|import) (\w+)", text, re.MULTILINE)}
+        for node in ast.walk(ast.parse(archive.read(member))):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.partition(".")[0].lower() for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                imported.add(node.module.partition(".")[0].lower())
     outside = imported - {n.lower() for n in sys.stdlib_module_names} - {"kvalet", "triton"}
     renamed = {"flashinfer": "flashinfer_python", "pydantic_core": "pydantic"}
     assert {n for n in outside if renamed.get(n, n) not in declared} == set()

@@ -55,6 +55,9 @@ def test_a_conversation_grows_turn_by_turn() -> None:
     assert talk.messages[: len(before)] == before
     body = talk.body(seed=1)
     assert (body["tool_choice"], body["seed"], body["max_tokens"]) == ("none", 1, 9)
+    assert Conversation(make_agents(SPEC)[0], "m", 9, 5).body()["max_tokens"] == 9
+    talk.answer_tokens = 5
+    assert talk.body()["max_tokens"] == 5
     assert talk.accept(answered("It is slow.")) == ""
     assert [m["role"] for m in talk.messages[-2:]] == ["assistant", "user"]
     assert talk.accept(answered("Done.")) == ""
