@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from kvalet.store import janitor, scan
 from kvalet.store.directory import write_probe
+from kvalet.store.entries import keys_of
 from kvalet.store.faultwords import explain
 from kvalet.store.janitor import Burial
 from kvalet.store.layout import FileName
@@ -163,6 +164,7 @@ def compare(state: StoreState) -> int:
     with state.lock:
         if len(state.board) or state.burials or state.dying:
             return 0
+        writes, evicted = state.counts.writes, state.books.evicted_files
     found = {}
     try:
         for file, st in scan.walk(state.disk):
@@ -173,9 +175,12 @@ def compare(state: StoreState) -> int:
         return 0
     drift = 0
     with state.lock:
+        if len(state.board) or (writes, evicted) != (state.counts.writes, state.books.evicted_files):
+            return 0  # the disk changed under the walk
         for entry in list(state.books.entries()):
             if entry.file.name not in found:
                 drift += entry.n_bytes
+                state.gone += keys_of([entry])
                 state.books.drop(entry.index_key)
         if drift:
             state.counts.drift += drift

@@ -58,7 +58,7 @@ def _refuse_rest(state: StoreState) -> int:
             n += 1
         if write.tmp:
             state.tmp_garbage.append(write)
-    return n + len(state.running)
+    return n + len(state.running) + state.board.unfinished()
 
 
 def _wake_all(state: StoreState) -> None:

@@ -53,6 +53,7 @@ def _condemn(state: StoreState, outcome: ReadOutcome) -> None:
     if entry is None or entry.file.name != file.name or entry.unusable:
         return  # another read was quicker
     state.gone += keys_of([entry])
+    state.touched.pop(file.name, None)
     if outcome.reason != "missing":
         state.books.quarantine(file.index_key, outcome.reason)
     if outcome.stranger or outcome.reason == "missing":

@@ -22,6 +22,9 @@ from kvalet.store.layout import FileName
 from kvalet.store.reading import ReadOutcome, TailWish
 from kvalet.store.writeboard import Write, WriteBoard
 
+UNKNOWN_SPARE = 1 << 62
+"""Until free space was measured once: only the cap limits."""
+
 Done = Callable[[Any], None]
 
 
@@ -104,7 +107,7 @@ class StoreState:
         self.touched: dict[str, tuple[FileName, int]] = {}
         self.gone: list[ChunkKey] = []
         self.unsettled = 0
-        self.spare_bytes = 0
+        self.spare_bytes = UNKNOWN_SPARE
         self.read_breaker = ReadBreaker(config.breaker_errors, config.breaker_window_s, config.breaker_open_s)
         self.write_breaker = WriteBreaker(config.probe_every_s)
         self.counts = Counts()

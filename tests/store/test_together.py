@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from kvalet.store import chores
 from kvalet.store.config import BLOCK_BYTES
 from kvalet.store.faults import Fault, FaultIO
 from kvalet.store.fileio import FileIO
@@ -232,6 +233,28 @@ def test_files_and_shards_removed_from_outside(tmp_path: Path) -> None:
         assert rig.store.health().status == "degraded"
 
 
+def test_the_walk_of_the_disk_corrects_the_ledger(tmp_path: Path) -> None:
+    """C4: what vanished from outside leaves the books at the next walk; what is being written is not mistaken for lost."""
+    io = FaultIO()
+    with Rig(tmp_path / "s", io=io) as rig:
+        metas = rig.chain(4)
+        rig.write(metas)
+        assert chores.compare(rig.store._state) == 0
+        rig.path(metas[3]).unlink()
+        io.arm(Fault("pwritev", 1, "hang"))
+        rig.submit_write(rig.chain(1, seed=1)[0])
+        assert io.hanging.wait(WAIT_S)
+        assert chores.compare(rig.store._state) == 0  # not while something is in flight
+        io.disarm()
+        rig.settle()
+        assert chores.compare(rig.store._state) == FILE_BYTES
+        assert rig.store.statistics().drift_bytes == FILE_BYTES
+        assert not rig.store.has(metas[3].key)
+        rig.quiet()
+        assert rig.read(metas[2]) == ""
+        assert rig.gone == [metas[3].key]
+
+
 def test_many_sessions_at_once_get_their_own_bytes_and_leave_nothing_behind(tmp_path: Path) -> None:
     """C5, P32: slots are used again the moment their job is over; random cancels."""
     seed = 7
@@ -316,3 +339,24 @@ def test_recency_reaches_the_files_parents_first(tmp_path: Path) -> None:
         assert [rig.store.has(meta.key) for meta in [*old, *new]] == [True, True, True, False]
         times = [rig.path(meta).stat().st_mtime_ns for meta in old]
         assert times[0] == times[1]
+
+
+def test_a_slot_is_its_jobs_until_done_even_if_the_owner_has_given_up(tmp_path: Path) -> None:
+    """P32, its CPU half: slow disk, owner aborts in mid-write, the buffer is used again the moment it comes back."""
+    io = FaultIO()
+    with Rig(tmp_path / "s", io=io, writers=1) as rig:
+        metas = rig.chain(2)
+        view = slot()
+        for turn, meta in enumerate(metas):
+            io.arm(Fault("pwritev", 1, "hang"))
+            job = rig.submit_write(meta, view=view)
+            if turn == 0:
+                assert io.hanging.wait(WAIT_S)
+                rig.store.cancel(job)  # too late: it has started, so it finishes
+                assert rig.done.empty()
+            io.disarm()
+            outcome = rig.settle()
+            assert (outcome.job, outcome.reason) == (job, "")
+            view[:] = b"\xff" * len(view)
+        assert [rig.read(meta) for meta in metas] == ["", ""]
+        rig.quiet()
