@@ -18,7 +18,8 @@ from kvalet.sched.events import TransferId
 from kvalet.sched.pages import PageLedger
 from kvalet.sched.ports import DiskView
 from kvalet.sched.prefix import Node, PageIndex
-from kvalet.sched.session import SessionBook, Turn
+from kvalet.sched.session import Turn
+from kvalet.sched.session_book import SessionBook
 from kvalet.sched.states import (
     IllegalTransition,
     TransferCause,
@@ -39,6 +40,11 @@ class StepRecord:
     step: int
     rows: list[tuple[Turn, RowId, int, int, bool]]
     leases: list[PageId] = field(default_factory=list)
+    leased: set[PageId] = field(default_factory=set)
+
+    def lease(self, pages: list[PageId]) -> None:
+        self.leases.extend(pages)
+        self.leased.update(pages)
 
 
 class Board:
@@ -57,6 +63,8 @@ class Board:
         self.queue: list[Turn] = []
         """Sorted by ``Turn.order``."""
         self.transfers: dict[TransferId, Transfer] = {}
+        self.under_way = dict.fromkeys(TransferKind, 0)
+        """Live transfers by kind."""
         self.waiting_reads: dict[TransferId, Transfer] = {}
         """Restores that have no slot yet."""
         self.restoring_pages = 0
@@ -77,6 +85,8 @@ class Board:
         self.writing = False
         self.write_retry_at = 0.0
         self.write_failures = 0
+        self.retry_wake = 0.0
+        """The retry that a drain has asked to be woken for."""
         # ends
         self.device_lost = ""
         self.drain_deadline: float | None = None
@@ -115,6 +125,11 @@ class Board:
             self.chunks.link(node, self.now)
         return node
 
+    def touch(self, node: Node) -> None:
+        """A turn uses ``node`` and all before it, on the device and in RAM."""
+        for chunk in self.index.touch(node, self.now):
+            self.chunks.use(chunk, self.now)
+
     def remove_node(self, node: Node) -> None:
         """Take an idle leaf off the device; its chunk may lose its last copy by it."""
         self.chunks.unlink(node)
@@ -122,7 +137,7 @@ class Board:
 
     def step_leases(self, page: PageId) -> bool:
         """A step in flight may still touch this page although its turn has gone."""
-        return any(page in record.leases for record in self.steps)
+        return any(page in record.leased for record in self.steps)
 
     # transfers
 
@@ -130,6 +145,7 @@ class Board:
         transfer = Transfer(TransferId(self.next_transfer), kind, chunk, started_at=self.now)
         self.next_transfer += 1
         self.transfers[transfer.id] = transfer
+        self.under_way[kind] += 1
         if chunk is not None:
             if kind is TransferKind.RESTORE:
                 chunk.incoming = transfer
@@ -162,6 +178,9 @@ class Board:
         """Last answer in, or given up before the first command: leases, slot and pin are released, the chunk let go."""
         self.advance(transfer, cause)
         del self.transfers[transfer.id]
+        self.under_way[transfer.kind] -= 1
+        self.under_way = dict.fromkeys(TransferKind, 0)
+        """Live transfers by kind."""
         self.waiting_reads.pop(transfer.id, None)
         self.spill_frees -= transfer.frees
         self.free_pages(transfer)

@@ -19,6 +19,7 @@ from kvalet.runtime.plan import SlotId
 from kvalet.sched.config import SchedConfig
 from kvalet.sched.ports import DiskView
 from kvalet.sched.prefix import Node, Root, common_prefix
+from kvalet.sched.ranking import RamOrder
 from kvalet.store.ids import ChunkKey, ChunkMeta, chunk_key
 from kvalet.store.ram import RamBook
 
@@ -77,6 +78,7 @@ class ChunkMap:
         self._config = config
         self._disk = disk
         self.book = RamBook(config.ram_slots)
+        self.in_ram = RamOrder()
         self._by_key: dict[ChunkKey, Chunk] = {}
         self._tops: dict[bytes, dict[ChunkKey, Chunk]] = {}
         self._own_tails: dict[tuple[bytes, str], None] = {}
@@ -158,26 +160,40 @@ class ChunkMap:
         ids, at = self._back_to_start(node.parent, node.ids)
         parent = self.link(at, now) if at.parent is not None else None
         chunk = self.ensure(node.root, parent, ids, now)
-        chunk.node, node.chunk = node, chunk
+        self.join(chunk, node)
         return chunk
+
+    def join(self, chunk: Chunk, node: Node) -> None:
+        """All pages of ``chunk`` are on the device, the last one is ``node``'s."""
+        chunk.node, node.chunk = node, chunk
+        self.in_ram.note(chunk)
+
+    def use(self, chunk: Chunk, now: float) -> None:
+        """A turn uses the chunk."""
+        chunk.last_use = now
+        if chunk.slot is not None:
+            self.in_ram.note(chunk)
 
     def unlink(self, node: Node) -> None:
         """``node`` is about to leave the index: its chunk has no copy on the device any more."""
         chunk, node.chunk = node.chunk, None
         if chunk is not None:
             chunk.node = None
+            self.in_ram.note(chunk)
             self.settle(chunk)
 
     def fill(self, chunk: Chunk, slot: SlotId) -> None:
         """The taken ``slot`` now holds the chunk's bytes."""
         self.book.fill(slot, chunk.key, clean=chunk.on_disk)
         chunk.slot = slot
+        self.in_ram.note(chunk)
 
     def drop_slot(self, chunk: Chunk) -> None:
         """Forget the RAM copy. May lose the chunk."""
         assert chunk.slot is not None
         self.book.drop(chunk.slot)
         chunk.slot = None
+        self.in_ram.note(chunk)
         self.settle(chunk)
 
     def set_on_disk(self, chunk: Chunk, on_disk: bool) -> None:
@@ -185,6 +201,7 @@ class ChunkMap:
         chunk.on_disk = on_disk
         if chunk.slot is not None:
             self.book.mark(chunk.slot, clean=on_disk)
+            self.in_ram.note(chunk)
         self.settle(chunk)
 
     def settle(self, chunk: Chunk) -> None:

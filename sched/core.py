@@ -160,7 +160,7 @@ class Core:
             if root is not None and not board.sessions.claimed(branch):
                 path = board.index.walk(root, branch.ids, branch.kv_len)
                 if path:
-                    lifecycle.demote(path[-1])
+                    board.index.demote(path[-1])
 
     def _fork_session(self, event: ev.ForkSession) -> None:
         parent = self._board.sessions.find(event.tenant, event.parent)

@@ -6,10 +6,9 @@ from kvalet.sched import lifecycle
 from kvalet.sched.board import Board
 from kvalet.sched.chunks import Chunk
 from kvalet.sched.commands import Drained
-from kvalet.sched.persist import MAX_WRITES, toward_disk
+from kvalet.sched.persist import MAX_WRITES, toward_disk, writing
 from kvalet.sched.policy import rank_chunk
 from kvalet.sched.spill import can_drain, unit_of
-from kvalet.sched.transfer_record import TransferKind
 from kvalet.sched.turns import EndReason
 
 
@@ -35,20 +34,19 @@ def pump(board: Board) -> None:
     left = _left(board)
     if can_drain(board):
         for chunk in sorted(left, key=rank_chunk, reverse=True):
-            if _in_flight(board) >= MAX_WRITES:
+            if writing(board) >= MAX_WRITES:
                 break
             toward_disk(board, chunk)
-    if not _in_flight(board) and (not left or not board.disk.accepts_writes() or not _waits(board)):
+    if not writing(board) and (not left or not board.disk.accepts_writes() or not _waits(board)):
         _finish(board)
+    elif board.now < board.write_retry_at and board.retry_wake != board.write_retry_at:
+        board.retry_wake = board.write_retry_at
+        board.wake(board.write_retry_at)
 
 
 def _waits(board: Board) -> bool:
     """Something will go on by itself: a retry of the disk, a step or copy that still uses the pages."""
     return board.now < board.write_retry_at or bool(board.steps) or bool(board.transfers)
-
-
-def _in_flight(board: Board) -> int:
-    return sum(t.kind in (TransferKind.WRITE, TransferKind.PERSIST) for t in board.transfers.values())
 
 
 def _link_leaves(board: Board) -> None:

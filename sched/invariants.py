@@ -20,6 +20,7 @@ from kvalet.sched.board import Board
 from kvalet.sched.chunks import Chunk
 from kvalet.sched.pages import LedgerError
 from kvalet.sched.prefix import Node
+from kvalet.sched.ranking import RamClass
 from kvalet.sched.session import Turn
 from kvalet.sched.states import TransferState, TurnState
 from kvalet.sched.transfer_record import TransferKind
@@ -101,6 +102,8 @@ def _check_slots(board: Board) -> None:
 
 
 def _check_chunks(board: Board) -> None:
+    in_ram = board.chunks.in_ram
+    demand(sum(in_ram.counts.values()) == sum(1 for _ in board.chunks.book.filled()), "classes in RAM", in_ram.counts)
     for chunk in board.chunks:
         where = chunk.node or chunk.slot is not None or chunk.incoming or chunk.outgoing or chunk.children
         demand(bool(where), "no reason to be in the map", chunk)
@@ -108,6 +111,8 @@ def _check_chunks(board: Board) -> None:
         demand(not chunk.tail or not chunk.children, "a tail has children", chunk)
         if chunk.node is not None:
             demand(chunk.node.chunk is chunk and chunk.node.end == chunk.end, "node link", chunk)
+        kind = RamClass.CLEAN if chunk.on_disk else RamClass.SHADOWED if chunk.node is not None else RamClass.ONLY
+        demand(board.chunks.in_ram.class_of(chunk) is (None if chunk.slot is None else kind), "class in RAM", chunk)
         if chunk.slot is not None:
             demand(board.chunks.book.key_of(chunk.slot) == chunk.key, "slot link", chunk)
             demand(board.chunks.book.is_clean(chunk.slot) == chunk.on_disk, "clean", chunk)

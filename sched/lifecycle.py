@@ -26,7 +26,7 @@ def admit(board: Board, turn: Turn, match: Match, pages: list[PageId]) -> None:
     board.rows[turn.row] = turn
     turn.admitted_at = board.now
     turn.spare.extend(pages)
-    board.index.touch(match.last, board.now)
+    board.touch(match.last)
     turn.resident_base = match.last.end
     turn.tiers.clear()
     _touch_disk(board, turn, match)
@@ -59,8 +59,9 @@ def _touch_disk(board: Board, turn: Turn, match: Match) -> None:
     for source in match.sources:
         if source.key is not None and (source.from_disk or (source.chunk is not None and source.chunk.on_disk)):
             keys.append(source.key)
+    for source in reversed(match.sources):
         if source.chunk is not None:
-            source.chunk.last_use = board.now
+            board.chunks.use(source.chunk, board.now)
     if keys:
         board.out.append(TouchDisk(tuple(keys)))
 
@@ -146,16 +147,8 @@ def _index_all(board: Board, turn: Turn, upto: int) -> Node:
         calls = turn.calls[last.end : upto]
         known = next((child for child in last.children.values() if covers(child, rest, calls)), None)
         last = known or board.insert_page(last, turn, rest, turn.table[last.end // size]) or last
-    board.index.touch(last, board.now)
+    board.touch(last)
     return last
-
-
-def demote(leaf: Node) -> None:
-    """Nobody cares for these pages any more: back to where others share them they are the first to leave."""
-    at = leaf
-    while at.parent is not None and at.pins == 0 and len(at.children) <= (0 if at is leaf else 1):
-        at.last_use = 0.0
-        at = at.parent
 
 
 def release(board: Board, turn: Turn, upto: int) -> None:
@@ -172,12 +165,12 @@ def release(board: Board, turn: Turn, upto: int) -> None:
     record = next((r for r in reversed(board.steps) if any(row[1] == turn.row for row in r.rows)), None)
     if record is not None:
         board.ledger.lease_all(turn.table)
-        record.leases.extend(turn.table)
+        record.lease(turn.table)
     root = turn.cursor.root
     board.index.unpin(turn.cursor)
     turn.cursor = None
     if turn.blocked and last is not root:
-        demote(last)
+        board.index.demote(last)
     board.ledger.disown_all(turn.table)
     board.ledger.disown_all(turn.spare)
     turn.table.clear()
@@ -225,7 +218,7 @@ def remember_want(board: Board, turn: Turn) -> None:
     path = board.index.walk(root, turn.known_ids(), len(turn.ids) - 1, turn.calls)
     turn.want_node = path[-1] if path else root
     turn.want_node.wanters.add(turn)
-    board.index.touch(turn.want_node, board.now)
+    board.touch(turn.want_node)
 
 
 def forget_want(board: Board, turn: Turn) -> None:

@@ -8,6 +8,7 @@ descendants to cancel; their RAM copies stay. After a failure nothing is written
 
 from __future__ import annotations
 
+import heapq
 import math
 
 from kvalet.sched.board import Board
@@ -21,6 +22,8 @@ from kvalet.sched.transfer_record import Transfer, TransferKind
 
 MAX_WRITES = 4
 MAX_WRITES_PER_USE = 3
+MAX_CANDIDATES = 64
+"""Chunks looked at for the next writes; the least valuable ones."""
 RETRY_S = 1.0
 MAX_RETRY_S = 30.0
 """The pause after a failed write doubles from the first to the second; a success ends it. Nobody wakes for a retry: it is
@@ -37,30 +40,31 @@ def pump(board: Board) -> None:
         _write_victim(board)
         return
     due = _due(board)
-    if due <= 0:
+    if due <= 0 or writing(board) >= MAX_WRITES:
         return
-    dirty = [c for c in board.chunks if c.slot is not None and not c.on_disk and c.outgoing is None]
-    for chunk in sorted(dirty, key=rank_chunk):
-        if due <= 0 or _writing(board) >= MAX_WRITES:
+    candidates = (c for c in board.chunks.in_ram.unwritten() if c.outgoing is None)
+    for chunk in heapq.nsmallest(MAX_CANDIDATES, candidates, key=rank_chunk):
+        if due <= 0 or writing(board) >= MAX_WRITES:
             return
         due -= toward_disk(board, chunk)
 
 
-def _writing(board: Board) -> int:
-    return sum(t.kind in (TransferKind.WRITE, TransferKind.PERSIST) for t in board.transfers.values())
+def writing(board: Board) -> int:
+    """Writes and ancestor copies under way."""
+    return board.under_way[TransferKind.WRITE] + board.under_way[TransferKind.PERSIST]
 
 
 def _due(board: Board) -> int:
     """How many more writes should be under way."""
     config, book = board.config, board.chunks.book
-    reclaimable = book.free + sum(c.slot is not None and (c.on_disk or c.node is not None) for c in board.chunks)
+    reclaimable = book.free + board.chunks.in_ram.reclaimable
     low = max(1, math.ceil(config.ram_low_watermark * book.n_slots))
     high = max(low, math.ceil(config.ram_high_watermark * book.n_slots))
     if reclaimable < low or board.slot_wait_since is not None:
         board.writing = True
     elif reclaimable >= high:
         board.writing = False
-    return high - reclaimable - _writing(board) if board.writing else 0
+    return high - reclaimable - writing(board) if board.writing else 0
 
 
 def _write_victim(board: Board) -> None:
@@ -83,7 +87,7 @@ def toward_disk(board: Board, chunk: Chunk) -> bool:
         _write(board, missing)
         began = True
     else:
-        alone = not any(t.kind is TransferKind.PERSIST for t in board.transfers.values())
+        alone = board.under_way[TransferKind.PERSIST] == 0
         began = missing.node is not None and alone and _copy_out(board, missing)
     if began:
         missing.writes = missing.writes + 1 if missing.written_use == missing.last_use else 1
@@ -157,6 +161,4 @@ def on_failed(board: Board, transfer: Transfer, reason: str) -> None:
     if reason not in NOT_THE_DISKS_FAULT:
         board.write_failures += 1
         board.write_retry_at = board.now + min(RETRY_S * 2 ** (board.write_failures - 1), MAX_RETRY_S)
-        if board.drain_deadline is not None:
-            board.wake(board.write_retry_at)
     board.finish_transfer(transfer, TransferCause.FAIL)

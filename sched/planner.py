@@ -113,6 +113,6 @@ def _open(board: Board, draft: _Draft, turn: Turn, row: RowId) -> None:
         target = turn.table[turn.cursor.end // board.config.page_tokens]
         draft.copies.append((turn.source.page, target))
         board.ledger.lease(turn.source.page)
-        draft.record.leases.append(turn.source.page)
+        draft.record.lease([turn.source.page])
         board.index.unpin(turn.source)
         turn.source = None

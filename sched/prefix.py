@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 
 from kvalet.runtime.plan import PageId
 from kvalet.sched.pages import PageLedger
+from kvalet.sched.policy import Rank, rank_pages
+from kvalet.sched.ranking import Ranking
 
 if TYPE_CHECKING:
     from kvalet.sched.chunks import Chunk
@@ -98,9 +100,13 @@ class PageIndex:
         self._page_tokens = page_tokens
         self.roots: dict[bytes, Root] = {}
         self.leaves: dict[Node, None] = {}
+        self.ranking: Ranking[Node] = Ranking(self._rank_of, lambda: self.leaves)
         self.n_nodes = 0
         self.n_idle = 0
         """Nodes that no turn stands on or below: their pages can be had by evicting."""
+
+    def _rank_of(self, leaf: Node) -> Rank | None:
+        return rank_pages(leaf) if leaf in self.leaves else None
 
     def root(self, secret: bytes, namespace: str = "") -> Root:
         root = self.roots.get(secret)
@@ -152,6 +158,7 @@ class PageIndex:
         parent.children[node.key] = node
         self.leaves.pop(parent, None)
         self.leaves[node] = None
+        self.ranking.push(node)
         self.n_nodes += 1
         self.n_idle += 1
         if len(parent.children) > 1:
@@ -179,6 +186,7 @@ class PageIndex:
         del self.leaves[node]
         if not parent.children and parent.parent is not None:
             self.leaves[parent] = None
+            self.ranking.push(parent)
         for turn in node.wanters:
             turn.want_node = parent
             parent.wanters.add(turn)
@@ -217,14 +225,25 @@ class PageIndex:
         child.pins += 1
         return child
 
-    def touch(self, node: Node, now: float) -> None:
-        """``node`` and its ancestors were used. O(depth)."""
+    def touch(self, node: Node, now: float) -> list[Chunk]:
+        """``node`` and its ancestors were used. O(depth). Returns the chunks that end in them, deepest first."""
+        used = []
         at: Node | None = node
         while at is not None:
             at.last_use = now
             if at.chunk is not None:
-                at.chunk.last_use = now
+                used.append(at.chunk)
             at = at.parent
+        self.ranking.push(node)
+        return used
+
+    def demote(self, leaf: Node) -> None:
+        """Nobody cares for these pages any more: back to where others share them they are the first to leave."""
+        at = leaf
+        while at.parent is not None and at.pins == 0 and len(at.children) <= (0 if at is leaf else 1):
+            at.last_use = 0.0
+            at = at.parent
+        self.ranking.push(leaf)
 
     def nodes(self) -> Iterator[Node]:
         """All nodes but the roots, parents before children."""

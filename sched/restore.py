@@ -214,7 +214,7 @@ def _join(board: Board, turn: Turn, transfer: Transfer, chunk: Chunk) -> None:
             node = child
         at += size
     if node.end == chunk.end and node.chunk is None and chunk.node is None:
-        node.chunk, chunk.node = chunk, node
+        board.chunks.join(chunk, node)
     board.counters.restored_pages += len(transfer.pages)
     board.counters.restored_chunks_disk += transfer.from_disk
     board.counters.restored_chunks_ram += not transfer.from_disk

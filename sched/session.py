@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import deque
 from dataclasses import dataclass, field
-from itertools import islice
 
 from kvalet.runtime.plan import PageId, RowId, SamplingParams
 from kvalet.sched.prefix import Node, common_prefix
 from kvalet.sched.states import TurnState
 from kvalet.sched.transfer_record import Transfer
 from kvalet.sched.turns import TurnId, TurnReport, TurnSpec
-from kvalet.store.ids import ChunkKey, ids_le
+from kvalet.store.ids import ChunkKey
 
 MAX_BRANCHES = 16
 """Branches kept per session; the least recently used is forgotten (its KV stays cached until it is evicted)."""
@@ -194,112 +192,3 @@ class Turn:
     @property
     def n_pages(self) -> int:
         return len(self.table) + len(self.spare)
-
-
-def _prefix_name(branch: Branch) -> bytes:
-    return hashlib.blake2b(ids_le(branch.ids[: branch.boundary]), key=branch.secret, digest_size=16).digest()
-
-
-class SessionBook:
-    """Open sessions, least recently used first. Bound: ``max_sessions``; beyond it the least recently used session without
-    live turns is forgotten, and if all have some, ``open`` answers None."""
-
-    def __init__(self, max_sessions: int) -> None:
-        self._max = max_sessions
-        self._named: dict[tuple[str, str], Session] = {}
-        self._nameless: dict[int, Session] = {}
-        self._by_prefix: dict[bytes, Session] = {}
-        self._lengths: dict[int, int] = {}
-
-    def __len__(self) -> int:
-        return len(self._named) + len(self._nameless)
-
-    def open(self, spec: TurnSpec) -> Session | None:
-        """The session of this request: by name, else by the longest boundary that its ids begin with, else a new one."""
-        if spec.session:
-            found = self._named.pop((spec.tenant, spec.session), None)
-            if found is None and not self._make_room():
-                return None
-            session = self._named[(spec.tenant, spec.session)] = found or Session(spec.tenant, spec.session)
-            return session
-        session_or_none = self._recognise(spec)
-        if session_or_none is None:
-            if not self._make_room():
-                return None
-            session_or_none = Session(spec.tenant, "")
-        else:
-            del self._nameless[id(session_or_none)]
-        self._nameless[id(session_or_none)] = session_or_none
-        return session_or_none
-
-    def find(self, tenant: str, name: str) -> Session | None:
-        return self._named.get((tenant, name))
-
-    def close(self, tenant: str, name: str) -> Session | None:
-        return self._named.pop((tenant, name), None)
-
-    def fork(self, parent: Session, tenant: str, child: str) -> bool:
-        """``child`` gets all branches of ``parent``; False if there is no room. An existing child gains them."""
-        session = self._named.get((tenant, child))
-        if session is None:
-            if not self._make_room():
-                return False
-            session = self._named[(tenant, child)] = Session(tenant, child)
-        for branch in parent.branches:
-            session.extend(branch, branch)
-        return True
-
-    def ended(self, session: Session, old: Branch | None, new: Branch) -> None:
-        """A turn of ``session`` has ended and left ``new`` behind."""
-        if not session.name:
-            self._forget_prefixes(session)
-        session.extend(old, new)
-        if not session.name and id(session) in self._nameless:
-            for branch in session.branches:
-                self._by_prefix[_prefix_name(branch)] = session
-                self._lengths[branch.boundary] = self._lengths.get(branch.boundary, 0) + 1
-
-    def _recognise(self, spec: TurnSpec) -> Session | None:
-        """The nameless session with the longest boundary that the prompt begins with: one pass over the prompt's ids."""
-        digest = hashlib.blake2b(key=spec.secret, digest_size=16)
-        found: Session | None = None
-        at = 0
-        for length in sorted(n for n in self._lengths if n <= len(spec.prompt)):
-            digest.update(ids_le(spec.prompt[at:length]))
-            at = length
-            session = self._by_prefix.get(digest.digest())
-            if session is not None and any(
-                b.boundary == length and b.secret == spec.secret and b.ids[:length] == spec.prompt[:length]
-                for b in session.branches
-            ):
-                found = session
-        return found
-
-    def claimed(self, branch: Branch) -> bool:
-        """Some open session still has this branch. O(sessions)."""
-        return any(branch in s.branches for s in (*self._named.values(), *self._nameless.values()))
-
-    def _make_room(self) -> bool:
-        if len(self) < self._max:
-            return True
-        for key, session in islice(self._named.items(), self._max):
-            if not session.turns:
-                del self._named[key]
-                return True
-        for number, session in self._nameless.items():
-            if not session.turns:
-                self._forget_prefixes(session)
-                del self._nameless[number]
-                return True
-        return False
-
-    def _forget_prefixes(self, session: Session) -> None:
-        for branch in session.branches:
-            key = _prefix_name(branch)
-            if self._by_prefix.get(key) is session:
-                del self._by_prefix[key]
-            left = self._lengths.get(branch.boundary, 0) - 1
-            if left > 0:
-                self._lengths[branch.boundary] = left
-            else:
-                self._lengths.pop(branch.boundary, None)

@@ -21,6 +21,7 @@ from kvalet.sched.commands import CopyOut
 from kvalet.sched.events import CopyDone
 from kvalet.sched.policy import Rank, rank_chunk, rank_pages
 from kvalet.sched.prefix import Node
+from kvalet.sched.ranking import RamClass
 from kvalet.sched.states import TransferCause, TransferState
 from kvalet.sched.transfer_record import Transfer, TransferKind
 
@@ -60,23 +61,21 @@ def unit_of(board: Board, leaf: Node) -> Unit:
         path.append(at)
         assert at.parent is not None
         at = at.parent
-    wanted = any(node.wanters for node in removable)
     pages = tuple(node.page for node in reversed(path))
     ids = tuple(i for node in reversed(path) for i in node.ids)
-    return Unit(leaf, tuple(removable), pages, ids, at.chunk, rank_pages(leaf, wanted=wanted))
+    return Unit(leaf, tuple(removable), pages, ids, at.chunk, rank_pages(leaf))
 
 
 def pick_victim(board: Board) -> Unit | None:
-    """The lowest-ranked leaf that can leave now: nobody stands on it, no transfer works on it, no step touches it."""
-    best: Node | None = None
-    best_rank: Rank | None = None
-    for leaf in board.index.leaves:
-        if leaf.pins or (leaf.chunk is not None and leaf.chunk.outgoing is not None):
-            continue
-        rank = rank_pages(leaf, wanted=bool(leaf.wanters))
-        if (best_rank is None or rank < best_rank) and not board.step_leases(leaf.page):
-            best, best_rank = leaf, rank
-    return None if best is None else unit_of(board, best)
+    """The lowest-ranked leaf that can leave now: nobody stands on it, no transfer works on it, no step touches it. One that a
+    queued turn wants goes only when there is no other."""
+
+    def can_leave(leaf: Node) -> bool:
+        busy = leaf.pins or (leaf.chunk is not None and leaf.chunk.outgoing is not None)
+        return not busy and not board.step_leases(leaf.page)
+
+    leaf = board.index.ranking.least(lambda leaf: not leaf.wanters and can_leave(leaf)) or board.index.ranking.least(can_leave)
+    return None if leaf is None else unit_of(board, leaf)
 
 
 def coming_free(board: Board) -> int:
@@ -134,9 +133,14 @@ def _slot_for(board: Board, unit: Unit) -> SlotId | NoSlot:
     slot = board.take_ram_slot()
     if slot is not None:
         return slot
-    victim = _reclaimable(board)
+    book = board.chunks.book
+
+    def unheld(chunk: Chunk) -> bool:
+        return chunk.slot is not None and book.holders(chunk.slot) == 0
+
+    victim = board.chunks.in_ram.least((RamClass.CLEAN, RamClass.SHADOWED), unheld)
     if victim is None and not can_drain(board):
-        victim = _lowest(board)
+        victim = board.chunks.in_ram.least((RamClass.ONLY,), unheld)
         if victim is None:
             return NoSlot.WAIT
         if rank_chunk(victim) >= unit.rank:
@@ -154,21 +158,6 @@ def _slot_for(board: Board, unit: Unit) -> SlotId | NoSlot:
 def can_drain(board: Board) -> bool:
     """The disk takes writes, as far as is known."""
     return board.disk.accepts_writes() and board.now >= board.write_retry_at
-
-
-def _unheld(board: Board) -> list[Chunk]:
-    book = board.chunks.book
-    return [chunk for chunk in board.chunks if chunk.slot is not None and book.holders(chunk.slot) == 0]
-
-
-def _reclaimable(board: Board) -> Chunk | None:
-    """The lowest-ranked chunk in RAM that has a copy on disk, else one on the device; that nobody uses."""
-    clean = [chunk for chunk in _unheld(board) if chunk.on_disk or chunk.node is not None]
-    return min(clean, key=lambda chunk: (not chunk.on_disk, rank_chunk(chunk)), default=None)
-
-
-def _lowest(board: Board) -> Chunk | None:
-    return min(_unheld(board), key=rank_chunk, default=None)
 
 
 def _start_spill(board: Board, unit: Unit, slot: SlotId) -> None:
