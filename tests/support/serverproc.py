@@ -42,6 +42,8 @@ class Server:
     def start(self) -> Server:
         command = [sys.executable, "-P", "-m", "kvalet", "serve", model_path(), "--port", "0"]
         command += ["--ready-file", str(self._ready), *self.args]
+        if "--threads" not in self.args:  # one thread: two wait for each other whenever the machine is busy
+            command += ["--threads", "1"]
         self._ready.unlink(missing_ok=True)
         with self._log.open("ab") as log:
             environment = {**os.environ, "PYTHONSAFEPATH": "1", **self.env}
