@@ -148,8 +148,11 @@ class PageIndex:
         return best
 
     def insert(self, parent: Node, ids: tuple[int, ...], calls: tuple[int, ...], page: PageId, now: float) -> Node:
-        """The node for ``ids`` after ``parent``. If they are indexed already the old node is returned and ``page`` stays the
-        caller's alone; else the index becomes one more owner of ``page``, which must be claimed by somebody."""
+        """The node for ``ids`` after ``parent``; to be stepped on or touched next, which ranks it.
+
+        If they are indexed already the old node is returned and ``page`` stays the caller's alone; else the index becomes
+        one more owner of ``page``, which must be claimed by somebody.
+        """
         node = parent.children.get(ids + calls)
         if node is not None:
             return node
@@ -158,7 +161,6 @@ class PageIndex:
         parent.children[node.key] = node
         self.leaves.pop(parent, None)
         self.leaves[node] = None
-        self.ranking.push(node)
         self.n_nodes += 1
         self.n_idle += 1
         if len(parent.children) > 1:
@@ -216,6 +218,7 @@ class PageIndex:
             if at.pins == 0 and at.parent is not None:
                 self.n_idle += 1
             at = at.parent
+        self.ranking.push(node)
         self.prune(node.root)
 
     def step_down(self, child: Node) -> Node:

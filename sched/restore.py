@@ -213,6 +213,7 @@ def _join(board: Board, turn: Turn, transfer: Transfer, chunk: Chunk) -> None:
                 break
             node = child
         at += size
+    board.index.ranking.push(node)
     if node.end == chunk.end and node.chunk is None and chunk.node is None:
         board.chunks.join(chunk, node)
     board.counters.restored_pages += len(transfer.pages)
