@@ -6,7 +6,7 @@ The clerk does no I/O, so a refusal is told at once even when every reader hangs
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvalet.store import janitor, scan
 from kvalet.store.directory import write_probe
@@ -49,13 +49,14 @@ def expire(state: StoreState) -> None:
 class Timers:
     """When each chore is due next, on the store's monotonic clock."""
 
-    free: float = 0.0
-    touch: float = 0.0
-    walk: float = field(default=float("inf"))
+    free: float
+    touch: float
+    walk: float
 
 
 def janitor_loop(state: StoreState) -> None:
-    timers = Timers(walk=state.clock() + state.config.walk_every_s)
+    now, config = state.clock(), state.config
+    timers = Timers(now + config.free_every_s, now + config.touch_every_s, now + config.walk_every_s)
     while True:
         with state.lock:
             if not state.burials and not state.janitor_stopping:

@@ -195,8 +195,8 @@ class DiskStore:
 
     def close(self, deadline_s: float) -> int:
         """Blocking. Ends what is running within ``deadline_s``, refuses the rest ("closed"), stops the threads, gives up
-        the lock. Returns how many jobs were not finished by the deadline. Twice is fine. If a thread is stuck in the disk, the lock
-        is kept until the process ends: two writers must never meet."""
+        the lock. Returns how many jobs were not finished by the deadline. Twice is fine. If a thread is stuck in the disk,
+        the lock is kept until the process ends: two writers must never meet."""
         return closing.close(self._state, self._threads, deadline_s)
 
     def _tell_gone(self) -> None:
