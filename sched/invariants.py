@@ -94,7 +94,7 @@ def _check_slots(board: Board) -> None:
     board.staging.check()
     holders: Counter[int] = Counter(t.slot for t in board.transfers.values() if t.slot is not None)
     for book in (board.chunks.book, board.staging):
-        for slot in range(book._first, book._first + book.n_slots):
+        for slot in book.slots:
             demand(book.holders(slot) == holders[slot], "holders of slot", slot, book.holders(slot), holders[slot])
     for key, slot in board.chunks.book.filled():
         chunk = board.chunks.get(key)

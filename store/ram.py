@@ -60,6 +60,10 @@ class RamBook:
         return self._first <= slot < self._first + self.n_slots
 
     @property
+    def slots(self) -> range:
+        return range(self._first, self._first + self.n_slots)
+
+    @property
     def free(self) -> int:
         return len(self._free)
 
@@ -139,7 +143,7 @@ class RamBook:
         free = set(self._free)
         if len(free) != len(self._free):
             raise RamBookError(f"a slot is free twice: {self._free}")
-        for slot in range(self._first, self._first + self.n_slots):
+        for slot in self.slots:
             entry = self._at(slot)
             if (slot in free) != (entry.key is None and entry.holders == 0):
                 raise RamBookError(f"slot {slot} free={slot in free} but {entry}")
