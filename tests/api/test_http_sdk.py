@@ -103,7 +103,7 @@ def test_closing_a_stream_ends_the_turn(sdk: openai.OpenAI, server: ScriptedProc
     stream = sdk.chat.completions.create(**asked("text:ab wait"), stream=True)
     next(iter(stream))
     stream.close()
-    until("the turn is over", lambda: len(server.requests_logged()) > before, 3.0)
+    until("the turn is over", lambda: len(server.requests_logged()) > before)
     assert server.requests_logged()[-1]["reason"] == "cancelled"
 
 

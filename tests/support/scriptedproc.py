@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any
 
 SCRIPT = Path(__file__).with_name("scripted_server.py")
-START_S = 20.0
+START_S = 60.0
 
 
 def until(what: str, check: Any, timeout_s: float = 10.0) -> Any:
@@ -60,6 +60,7 @@ class ScriptedProcess:
             self.url = self.ready.read_text().strip()
         except BaseException:
             self.process.kill()
+            self.process.wait(10)
             raise
         host, port = self.url.removeprefix("http://").split(":")
         self.address = (host, int(port))
