@@ -31,6 +31,8 @@ from kvalet.runtime.errors import ModelError
 from kvalet.runtime.gguf import GgufFile
 from kvalet.runtime.spec import read_spec
 
+RESULT_CHARS = 700
+"""Length of a tool's result: some 200 tokens of history a turn."""
 QUANTILES = {"loop_lag_p50_ms": "0.5", "loop_lag_p99_ms": "0.99", "loop_lag_max_ms": "1"}
 
 
@@ -118,7 +120,7 @@ def assemble(plan: DemoPlan, sizes: Sizes, lives: Sequence[Life], compared: Comp
 def run(arguments: argparse.Namespace) -> int:
     begin = time.monotonic()
     model = Path(arguments.model) if arguments.model else fetch(quiet=True)
-    plan = DemoPlan(model, WorkloadSpec(seed=arguments.seed, agents=arguments.agents))
+    plan = DemoPlan(model, WorkloadSpec(seed=arguments.seed, agents=arguments.agents, result_chars=RESULT_CHARS))
     with tempfile.TemporaryDirectory(prefix="kvalet-demo-") as folder:
         reference, sizes, before, after = asyncio.run(play(plan, arguments.store or Path(folder) / "store"))
     print("\n4/4 comparing the answers", flush=True)

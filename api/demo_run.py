@@ -18,7 +18,7 @@ from kvalet.runtime.geometry import KVGeometry, round_up
 
 MODEL_NAME = "smollm2"
 EXTRA: dict[str, object] = {"return_token_ids": True}
-SCRAPE_EVERY_S = 0.2
+SCRAPE_EVERY_S = 0.4
 SETTLE_S = 10.0
 LEAST_SLOTS = 4
 
@@ -35,8 +35,8 @@ class DemoPlan:
     decode_rows: int = 8
     pool_share: float = 1 / 3
     ram_share: float = 1 / 3
-    reference_tokens_per_agent: int = 3072
-    stagger_s: float = 0.1
+    reference_tokens_per_agent: int = 2560
+    stagger_s: float = 0.25
 
     @property
     def turns(self) -> int:
