@@ -41,7 +41,7 @@ from kvalet.store.ids import tenant_secret
 
 TEXT_THREADS = 2
 STALLED_S = 60.0
-"""Without a step for so long while turns could go on, the engine is not ready: longer than any step or wait for a disk takes."""
+"""Without a step for so long while turns could go on, the engine is not ready: longer than any step or disk takes."""
 Result = TypeVar("Result")
 
 

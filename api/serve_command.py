@@ -7,11 +7,13 @@ import contextlib
 import logging
 import os
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 from kvalet.api.config import EngineConfig, ServerConfig
 from kvalet.api.settings import BadSettings, load
+from kvalet.sched.engine_thread import THREAD_NAME
 
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
@@ -25,13 +27,23 @@ def main(arguments: Sequence[str]) -> int:
     try:
         settings = load(arguments, os.environ, Path.cwd())
         configure_logging(settings.log_level)
-        return run(settings.engine_config(), settings.server_config())
+        return leave(run(settings.engine_config(), settings.server_config()))
     except (BadSettings, CannotStart) as error:
         print(f"kvalet: {error}", file=sys.stderr)
         return EXIT_USAGE
     except KeyboardInterrupt:  # before the server took over the signal, or after it had ended
         print("kvalet: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+
+
+def leave(status: int) -> int:
+    """``status``. Where a step still computes (one may take longer than closing waits for it), the process ends right here:
+    everything is closed, and the interpreter's own end would abort under that thread, with another status."""
+    if any(thread.name == THREAD_NAME for thread in threading.enumerate()):
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(status)
+    return status
 
 
 def configure_logging(level: str) -> None:

@@ -18,6 +18,8 @@ from typing import Any
 from kvalet.runtime.plan import StepPlan, StepResult
 from kvalet.sched.ports import EnginePort
 
+THREAD_NAME = "kvalet-engine"
+
 
 @dataclass(frozen=True, slots=True)
 class _NothingAfter:
@@ -56,7 +58,7 @@ class EngineThread:
         self._newest = -1
         self._told_nothing_after = -1
         self._stopping = False
-        self._thread = threading.Thread(target=self._run, name="kvalet-engine", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
 
     @property
     def in_flight(self) -> int:
