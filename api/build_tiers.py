@@ -77,7 +77,9 @@ class NoDisk:
 class NoCopies:
     """A copier for an engine without a slab: a core without slots never asks for a copy."""
 
-    def copy_out(self, pages: object, slot: SlotId, first_page: int, done: Callable[[str | None, float], None]) -> None:
+    def copy_out(
+        self, pages: object, slot: SlotId, first_page: int, done: Callable[[str | None, float], None], n_tokens: int = 0
+    ) -> None:
         done("there is no slab", 0.0)
 
     def copy_in(self, slot: SlotId, slot_pages: object, pages: object, done: Callable[[str | None, float], None]) -> None:

@@ -21,6 +21,7 @@ from kvalet.runtime.errors import EngineError
 from kvalet.runtime.geometry import KVGeometry
 from kvalet.runtime.kvpool import POISON_BYTE, TORCH_DTYPES, page_runs
 from kvalet.runtime.slab import Slab
+from kvalet.runtime.transfer import zero_unused
 from torch import Tensor
 
 IN_FLIGHT_BYTES = 16 << 20
@@ -94,11 +95,13 @@ class RegisteredSlab:
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """``runs``: (first pool page, first slot page, how many)."""
+    """``runs``: (first pool page, first slot page, how many). ``last``: the slot page that ``n_tokens`` tokens end in (0: full)."""
 
     slot: int
     runs: tuple[tuple[int, int, int], ...]
     done: Done
+    last: int = 0
+    n_tokens: int = 0
 
 
 def copy_runs(pages: Sequence[int], slot_pages: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
@@ -117,9 +120,10 @@ class CudaCopier:
         self._out = _Direction("out", pool, slab, False, in_flight_bytes)
         self._in = _Direction("in", pool, slab, True, in_flight_bytes)
 
-    def copy_out(self, pages: Sequence[int], slot: int, first_page: int, done: Done) -> None:
+    def copy_out(self, pages: Sequence[int], slot: int, first_page: int, done: Done, n_tokens: int = 0) -> None:
+        """As ``transfer.Copier.copy_out``; the zeroing is done in the slot when the copy has arrived."""
         places = range(first_page, first_page + len(pages))
-        self._out.submit(_Copy(slot, copy_runs(pages, places), done))
+        self._out.submit(_Copy(slot, copy_runs(pages, places), done, places[-1] if pages else 0, n_tokens))
 
     def copy_in(self, slot: int, slot_pages: Sequence[int], pages: Sequence[int], done: Done) -> None:
         self._in.submit(_Copy(slot, copy_runs(pages, slot_pages), done))
@@ -207,4 +211,7 @@ class _Direction:
             event.synchronize()
         except RuntimeError as failure:  # the device is lost; the engine thread finds out by itself
             error = f"{type(failure).__name__}: {failure}"
+        if error is None and copy.n_tokens:
+            geometry = self._pool.geometry
+            zero_unused(self._slab.payload(copy.slot, geometry)[copy.last].numpy(), geometry, copy.n_tokens)
         copy.done(error, (time.perf_counter() - started) * 1e3)

@@ -169,7 +169,9 @@ class FakeCopier:
         self.hold = hold
         self.pending: deque[FakeCopy] = deque()
 
-    def copy_out(self, pages: Sequence[PageId], slot: SlotId, first_page: int, done: CopyDoneCallback) -> None:
+    def copy_out(
+        self, pages: Sequence[PageId], slot: SlotId, first_page: int, done: CopyDoneCallback, n_tokens: int = 0
+    ) -> None:
         places = tuple(range(first_page, first_page + len(pages)))
         self._take(FakeCopy(False, tuple(pages), slot, places, done, self))
 

@@ -50,13 +50,14 @@ class CopierBusy(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """``places``: page numbers inside the slot, one per pool page."""
+    """``places``: page numbers inside the slot, one per pool page. ``n_tokens``: tokens in them, 0: all full."""
 
     inward: bool
     slot: int
     places: tuple[int, ...]
     pages: tuple[int, ...]
     done: Done
+    n_tokens: int = 0
 
 
 class Copier:
@@ -69,15 +70,17 @@ class Copier:
     def __init__(self, pool: PagePool, slab: SlotSource, geometry: KVGeometry, *, queue_limit: int = QUEUE_LIMIT) -> None:
         self._pool = pool
         self._slab = slab
+        self._geometry = geometry
         self._stride = geometry.page_stride_bytes
         self._chunk_pages = geometry.chunk_pages
         self._out = _Direction("out", self._copy, queue_limit)
         self._in = _Direction("in", self._copy, queue_limit)
 
-    def copy_out(self, pages: Sequence[PageId], slot: SlotId, first_page: int, done: Done) -> None:
-        """Copy whole pages into the slot's payload, the first one to its page ``first_page``."""
+    def copy_out(self, pages: Sequence[PageId], slot: SlotId, first_page: int, done: Done, n_tokens: int = 0) -> None:
+        """Copy whole pages into the slot's payload, the first one to its page ``first_page``. ``n_tokens``: how many tokens they
+        hold, 0 = all that fit; the rest of the last page is zeroed in the slot."""
         places = tuple(range(first_page, first_page + len(pages)))
-        self._out.submit(_Copy(False, slot, places, tuple(pages), done))
+        self._out.submit(_Copy(False, slot, places, tuple(pages), done, n_tokens))
 
     def copy_in(self, slot: SlotId, slot_pages: Sequence[int], pages: Sequence[PageId], done: Done) -> None:
         """Copy the slot's pages ``slot_pages`` into the pool's ``pages``, pair by pair (equally many)."""
@@ -99,6 +102,8 @@ class Copier:
                 np.copyto(in_pool, in_slot)
             else:
                 np.copyto(in_slot, in_pool)
+        if copy.n_tokens and pairs:
+            zero_unused(pairs[-1][0], self._geometry, copy.n_tokens)
 
     def _part(self, payload: NDArray[np.uint8], place: int) -> NDArray[np.uint8]:
         if not 0 <= place < self._chunk_pages:
@@ -112,6 +117,15 @@ class Copier:
         if view.size != self._stride:
             raise ValueError(f"page {page} of the pool has {view.size} bytes, not {self._stride}")
         return view
+
+
+def zero_unused(page: NDArray[np.uint8], geometry: KVGeometry, n_tokens: int) -> None:
+    """Zero the token places of a table's last page, ``page`` uint8 [page_stride_bytes], that its ``n_tokens`` tokens do not fill:
+    what stood there before belongs to others and must not reach a slot or a file (docs/store-format.md)."""
+    used = n_tokens % geometry.page_tokens
+    if used:
+        by_token = page[: geometry.page_bytes].reshape(geometry.n_layers * 2, geometry.page_tokens, -1)
+        by_token[:, used:] = 0
 
 
 class _Direction:

@@ -44,12 +44,15 @@ class End(Command):
 
 @dataclass(frozen=True, slots=True)
 class CopyOut(Command):
-    """Device -> slot: ``pages[i]`` goes to page ``first_page + i`` of the slot's payload. Answer: CopyDone or CopyFailed."""
+    """Device -> slot: ``pages[i]`` goes to page ``first_page + i`` of the slot's payload. ``n_tokens``: tokens that the pages hold;
+    what the last page has room for beyond them is zeroed in the slot, so that no stale KV leaves the device memory (0: all
+    pages are full). Answer: CopyDone or CopyFailed."""
 
     transfer: TransferId
     pages: tuple[PageId, ...]
     slot: SlotId
     first_page: int = 0
+    n_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,7 +75,7 @@ class InFlight:
 
         try:
             if isinstance(command, CopyOut):
-                self._copier.copy_out(command.pages, command.slot, command.first_page, done)
+                self._copier.copy_out(command.pages, command.slot, command.first_page, done, command.n_tokens)
             else:
                 self._copier.copy_in(command.slot, command.slot_pages, command.pages, done)
         except Exception as error:

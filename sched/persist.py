@@ -123,7 +123,7 @@ def _copy_out(board: Board, chunk: Chunk) -> bool:
     transfer.pages, transfer.n_pages = list(unit.pages), len(unit.pages)
     board.ledger.lease_all(unit.pages)
     board.advance(transfer, TransferCause.COPY)
-    board.out.append(CopyOut(transfer.id, unit.pages, slot))
+    board.out.append(CopyOut(transfer.id, unit.pages, slot, n_tokens=len(unit.ids)))
     return True
 
 

@@ -53,7 +53,9 @@ class CopierPort(Protocol):
     """Copies between pool pages and slab slots, each direction in its own order. ``done(error, copy_ms)`` is called once per
     copy, on a thread of the copier's: error None or the reason."""
 
-    def copy_out(self, pages: Sequence[PageId], slot: SlotId, first_page: int, done: CopyDoneCallback) -> None: ...
+    def copy_out(
+        self, pages: Sequence[PageId], slot: SlotId, first_page: int, done: CopyDoneCallback, n_tokens: int = 0
+    ) -> None: ...
 
     def copy_in(self, slot: SlotId, slot_pages: Sequence[int], pages: Sequence[PageId], done: CopyDoneCallback) -> None: ...
 

@@ -171,7 +171,7 @@ def _start_spill(board: Board, unit: Unit, slot: SlotId) -> None:
     board.spill_frees += transfer.frees
     board.ledger.lease_all(unit.pages)
     board.advance(transfer, TransferCause.COPY)
-    board.out.append(CopyOut(transfer.id, unit.pages, slot))
+    board.out.append(CopyOut(transfer.id, unit.pages, slot, n_tokens=len(unit.ids)))
 
 
 def keep(board: Board) -> None:

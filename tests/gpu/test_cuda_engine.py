@@ -117,7 +117,10 @@ def test_spilled_poisoned_and_moved_pages_restore_bit_for_bit(engine) -> None:  
     pages = [3, 4, 5, 9, 8, 7, 1]
     expected = generate(engine, ids, [*pages, 40, 41], 20)
     before = engine.kv_digest(pages, 96)
-    wait(lambda done: copier.copy_out([PageId(p) for p in pages], SlotId(1), 0, done))
+    wait(lambda done: copier.copy_out([PageId(p) for p in pages], SlotId(1), 0, done, 100))
+    tail = registered.payload(1, GEOMETRY)[6][: GEOMETRY.page_bytes].view(6, 16, -1)
+    assert not tail[:, 4:].any()
+    assert tail[:, :4].any()
     engine.pool.poison(range(1, 200))
     torch.cuda.synchronize()
     moved = [50, 52, 51, 70, 71, 72, 73]

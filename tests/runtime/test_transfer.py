@@ -99,6 +99,25 @@ def test_pages_go_out_and_come_back(pool: Pool, slab: Slab, copier: Copier) -> N
     assert (np.delete(pool.bytes, [11, 12], axis=0) == 0xEE).all()
 
 
+def test_room_behind_the_last_token_is_zeroed_in_the_slot_only(pool: Pool, slab: Slab, copier: Copier) -> None:
+    """Stale KV in a tail's last page is somebody else's: it must not leave the pool."""
+    tokens = GEOMETRY.page_tokens
+    before = pool.bytes.copy()
+    results = Results()
+    copier.copy_out(pages(7, 3), SlotId(0), 0, results.done("tail"), n_tokens=tokens + 5)
+    copier.copy_out(pages(7, 3), SlotId(1), 0, results.done("full"), n_tokens=2 * tokens)
+    results.wait(2)
+    assert np.array_equal(pool.bytes, before)
+    assert in_slot(slab, 0, 0) == before[7].tobytes()
+    assert [in_slot(slab, 1, place) for place in (0, 1)] == [before[7].tobytes(), before[3].tobytes()]
+    by_token = np.frombuffer(in_slot(slab, 0, 1), dtype=np.uint8)[: GEOMETRY.page_bytes].reshape(
+        -1, tokens, GEOMETRY.page_bytes // tokens // GEOMETRY.n_layers // 2
+    )
+    expected = before[3][: GEOMETRY.page_bytes].reshape(by_token.shape)
+    assert np.array_equal(by_token[:, :5], expected[:, :5])
+    assert not by_token[:, 5:].any()
+
+
 def test_each_direction_is_first_in_first_out_on_its_own_thread(pool: Pool, copier: Copier) -> None:
     results = Results()
     for number in range(50):

@@ -63,7 +63,9 @@ class Bench:
         self.calls.append(call)
         self.done.append(done)
 
-    def copy_out(self, pages: Sequence[PageId], slot: SlotId, first_page: int, done: CopyDoneCallback) -> None:
+    def copy_out(
+        self, pages: Sequence[PageId], slot: SlotId, first_page: int, done: CopyDoneCallback, n_tokens: int = 0
+    ) -> None:
         self._note(done, "out", pages, slot, first_page)
 
     def copy_in(self, slot: SlotId, slot_pages: Sequence[int], pages: Sequence[PageId], done: CopyDoneCallback) -> None:
