@@ -95,7 +95,8 @@ class RegisteredSlab:
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """``runs``: (first pool page, first slot page, how many). ``last``: the slot page that ``n_tokens`` tokens end in (0: full)."""
+    """``runs``: (first pool page, first slot page, how many). ``last``: the slot page in which ``n_tokens`` tokens end (0: all
+    pages are full)."""
 
     slot: int
     runs: tuple[tuple[int, int, int], ...]
