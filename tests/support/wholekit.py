@@ -117,22 +117,26 @@ def post(body: Any, path: str = COMPLETIONS) -> bytes:
     return raw_request("POST", path, json.dumps(body).encode())
 
 
-def idle(server: Server, seconds: float = 3.0) -> None:
-    """Within ``seconds`` nothing runs or waits and every page is free or only caches (a step on a busy machine takes most of
-    the second that the cases allow)."""
-    until("nothing runs, waits or is leased", lambda: at_rest(server), seconds)
+def idle(server: Server, seconds: float = 5.0) -> None:
+    """Within ``seconds`` nothing runs or waits and every page is free or only caches. (The cases allow one second; on a busy
+    machine the step under way takes longer.)"""
+    seen: dict[str, float] = {}
+    try:
+        until("nothing runs, waits or is leased", lambda: at_rest(server, seen), seconds)
+    except AssertionError as error:
+        raise AssertionError(f"{error}: { {name: value for name, value in seen.items() if value} }") from None
 
 
-def at_rest(server: Server) -> bool:
+def at_rest(server: Server, seen: dict[str, float]) -> bool:
+    """``seen`` is filled with the figures that were looked at."""
     _, text = server.request("/metrics")
-    values: dict[str, float] = {}
     for line in str(text).splitlines():
         name, _, value = line.rpartition(" ")
         if name.startswith(("vllm:num_requests_", "kvalet_pages", "kvalet_idle_pages", "kvalet_pool_pages", "kvalet_turns{")):
-            values[name.replace("vllm:", "").split("{")[0] + state_of(name)] = float(value)
-    live = values["num_requests_running"] + values["num_requests_waiting"]
-    live += sum(value for name, value in values.items() if name.startswith("kvalet_turns"))
-    return not live and values["kvalet_pages:free"] + values["kvalet_idle_pages"] == values["kvalet_pool_pages"]
+            seen[name.replace("vllm:", "").split("{")[0] + state_of(name)] = float(value)
+    live = seen["num_requests_running"] + seen["num_requests_waiting"]
+    live += sum(value for name, value in seen.items() if name.startswith("kvalet_turns"))
+    return not live and seen["kvalet_pages:free"] + seen["kvalet_idle_pages"] == seen["kvalet_pool_pages"]
 
 
 def state_of(sample: str) -> str:

@@ -32,21 +32,35 @@ def test_fp32_equals_the_reference_alone_and_together() -> None:
             assert ids_of(reply) == case["greedy_ids_64_ignoring_eos"]
 
 
+def go_on(server: Server, start: int, n: int) -> dict[str, int]:
+    """Every case's next ``n`` ids behind the first ``start``; tokens by tier."""
+    tiers = dict.fromkeys(("resident", "ram", "disk"), 0)
+    for i, case in enumerate(CASES):
+        greedy = case["greedy_ids_64_ignoring_eos"]
+        reply = server.complete([*case["prompt_ids"], *greedy[:start]], n, session=f"s{i}")
+        assert ids_of(reply) == greedy[start : start + n], (i, reply["kvalet"])
+        for tier in tiers:
+            tiers[tier] += reply["kvalet"][f"{tier}_tokens"]
+    return tiers
+
+
 def test_fp32_equals_the_reference_after_spill_and_restart(tmp_path: Path) -> None:
-    """Every case's prompt and answer are spilled by foreign traffic, come back, and come back again after SIGKILL."""
-    store = str(tmp_path / "store")
-    args = ("--weights", "fp32", "--pool-tokens", "1024", "--ram-bytes", "64MiB", "--store", store)
-    filler = [[1000 + 37 * s + (i * 7919) % 40_000 for i in range(700)] for s in range(4)]
+    """Every case's answer in four parts: cold; after foreign traffic has spilled it; after more of it and SIGKILL; and once
+    more. What came back from RAM and disk is counted: almost all of every history."""
+    args = ("--weights", "fp32", "--pool-tokens", "1024", "--ram-bytes", "24MiB", "--store", str(tmp_path / "store"))
+    filler = [[1000 + 37 * s + (i * 7919) % 40_000 for i in range(700)] for s in range(3)]
+    most = sum(len(case["prompt_ids"]) for case in CASES)
     with Server(*args) as server:
-        for i, case in enumerate(CASES):
-            assert ids_of(ask(server, case, f"s{i}")) == case["greedy_ids_64_ignoring_eos"]
+        go_on(server, 0, 16)
         for ids in filler:
             server.complete(ids, 2)
-        for i, case in enumerate(CASES):
-            assert ids_of(ask(server, case, f"s{i}")) == case["greedy_ids_64_ignoring_eos"]
+        spilled = go_on(server, 16, 16)
+        assert spilled["ram"] + spilled["disk"] > most // 2, spilled
         for ids in filler:
             server.complete(ids, 2)
         server.kill()
         server.start()
-        for i, case in enumerate(CASES):
-            assert ids_of(ask(server, case, f"s{i}")) == case["greedy_ids_64_ignoring_eos"]
+        restored = go_on(server, 32, 16)
+        assert restored["resident"] <= 16 * len(CASES), "nothing but what the prompts begin with, shared by the first one"
+        assert restored["disk"] > most // 2, restored
+        assert go_on(server, 48, 16)["resident"] > most
