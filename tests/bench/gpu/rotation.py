@@ -2,7 +2,8 @@
 
 S sessions of 16,384 private tokens, a device pool for 9 of them, 8 at a time in a fixed order; each turn adds 256 prompt tokens
 and takes 128 (greedy, end of text ignored). Round 0 fills, then two return rounds. Tier "none" recomputes, "ram" has a slab,
-"all" has a pool that holds every session. Reports per round wall s, sessions/s, TTFT, gaps, tokens computed and restored.
+"all" has a pool that holds every session; "decode" measures steady decode through the scheduler instead. Reports per round wall
+s, sessions/s, TTFT, gaps, tokens computed and restored.
 
 Run: python tests/bench/gpu/rotation.py --tier ram --sessions 32 [--out FILE].
 """
@@ -14,6 +15,7 @@ import itertools
 import json
 import random
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,8 @@ from kvalet.sched.turns import Ended, TurnSpec
 CONTEXT, NEW_PROMPT, NEW = 16_384, 256, 128
 AT_A_TIME = 8
 ROUNDS = 2
+KV = geometry.KVGeometry(QWEN3_8B.n_layers, QWEN3_8B.n_kv_heads, QWEN3_8B.head_dim)
+DECODE_CELLS = [(1, 1024), (8, 1024), (32, 1024), (64, 1024), (128, 1024), (256, 1024), (1, 8192), (8, 8192), (32, 8192)]
 
 
 class NoText:
@@ -124,53 +128,106 @@ async def one_round(scheduler: Scheduler, histories: list[list[int]], number: in
     }  # fmt: skip
 
 
-async def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
+@dataclass
+class House:
+    """Engine, core and loop in one process, without HTTP. ``close`` after the scheduler has ended."""
+
+    scheduler: Scheduler
+    registered: RegisteredSlab | None
+
+    def close(self) -> None:
+        if self.registered is not None:
+            self.registered.close()
+
+
+def build(n_pages: int, ram_slots: int, max_rows: int, piece: int) -> House:
     device = torch.device("cuda")
-    kv = geometry.KVGeometry(QWEN3_8B.n_layers, QWEN3_8B.n_kv_heads, QWEN3_8B.head_dim)
-    per_session = kv.pages_for(CONTEXT + NEW + ROUNDS * (NEW_PROMPT + NEW)) + 2
-    n_pages = 1 + per_session * (options.sessions if options.tier == "all" else 9)
-    ram_slots = int(options.ram_gib * (1 << 30) / kv.slot_bytes) if options.tier == "ram" else 0
     began = time.monotonic()
-    pool = CudaPool(kv, n_pages, device)
+    pool = CudaPool(KV, n_pages, device)
     decoder = CudaDecoder(QWEN3_8B, random_weights(QWEN3_8B, device), pool.pages, 40_960)
     text = TextContext(vocabulary=NoText(), vocab_size=QWEN3_8B.vocab, end_ids=frozenset())
-    engine = CudaEngine(decoder, pool, text, max_rows=16, max_step_tokens=options.piece + 16)
-    slab = Slab(kv, ram_slots + 7, threads=8) if ram_slots else None
+    engine = CudaEngine(decoder, pool, text, max_rows=max_rows, max_step_tokens=piece + max_rows)
+    slab = Slab(KV, ram_slots + 7, threads=8) if ram_slots else None
     registered = RegisteredSlab(slab) if slab else None
     copier: Any = CudaCopier(pool, registered) if registered else NoCopies()
     print(f"built in {time.monotonic() - began:.1f} s: {n_pages} pages, {ram_slots} RAM slots", flush=True)
     config = SchedConfig(
-        page_bytes=kv.page_stride_bytes, page_tokens=kv.page_tokens, chunk_tokens=kv.chunk_tokens,
+        page_bytes=KV.page_stride_bytes, page_tokens=KV.page_tokens, chunk_tokens=KV.chunk_tokens,
         n_pages=n_pages, context_tokens=40_000, identity=bytes(32),
-        ram_slots=ram_slots, staging_slots=7 if ram_slots else 0, max_rows=16, step_tokens=options.piece + 16,
-        idle_step_tokens=options.piece, lag=1,
+        ram_slots=ram_slots, staging_slots=7 if ram_slots else 0, max_rows=max_rows, step_tokens=piece + max_rows,
+        idle_step_tokens=piece, queue_limit=512, lag=1,
     )  # fmt: skip
-    histories = [random.Random(1_000_000 + i).choices(range(1000, 150_000), k=CONTEXT) for i in range(options.sessions)]
-    rounds = []
     no_disk: Any = NoDisk()
 
     def view(slot: SlotId) -> memoryview:
         assert slab is not None
         return slab.view(slot)
 
-    async with Scheduler(Core(config, no_disk), engine, copier, None, view, write_timeout_s=60) as scheduler:
+    return House(Scheduler(Core(config, no_disk), engine, copier, None, view, write_timeout_s=60), registered)
+
+
+async def rotation(options: argparse.Namespace) -> list[dict[str, Any]]:
+    per_session = KV.pages_for(CONTEXT + NEW + ROUNDS * (NEW_PROMPT + NEW)) + 2
+    n_pages = 1 + per_session * (options.sessions if options.tier == "all" else 9)
+    ram_slots = int(options.ram_gib * (1 << 30) / KV.slot_bytes) if options.tier == "ram" else 0
+    house = build(n_pages, ram_slots, 16, options.piece)
+    histories = [random.Random(1_000_000 + i).choices(range(1000, 150_000), k=CONTEXT) for i in range(options.sessions)]
+    rounds = []
+    async with house.scheduler as scheduler:
         for number in range(ROUNDS + 1):
             rounds.append(await one_round(scheduler, histories, number))
-            print(json.dumps({k: round(v, 3) if isinstance(v, float) else v for k, v in rounds[-1].items()}), flush=True)
-    if registered is not None:
-        registered.close()
+            show(rounds[-1])
+    house.close()
     return rounds
+
+
+async def decode(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Steady decode through the scheduler and the token streams: ``rows`` sessions of one context each, 160 new tokens; counted
+    from the moment all have their first token to the moment the first one ends."""
+    house = build(34_000, 0, 256, options.piece)
+    cells = []
+    async with house.scheduler as scheduler:
+        for rows, context in DECODE_CELLS:
+            histories = [random.Random(7 + i).choices(range(1000, 150_000), k=context) for i in range(rows)]
+            stamps: list[list[float]] = [[] for _ in range(rows)]
+            scheduler.lag_meter.reset_window()
+            async with anyio.create_task_group() as group:
+                for history, own in zip(histories, stamps, strict=True):
+                    group.start_soon(read_all, scheduler, history, own)
+            begin, end = max(own[0] for own in stamps), min(own[-1] for own in stamps)
+            gaps = [b - a for own in stamps for a, b in itertools.pairwise(own) if begin <= a and b <= end]
+            tokens = sum(1 for own in stamps for at in own if begin < at <= end)
+            lag = scheduler.statistics().lag.window
+            cell = {"rows": rows, "context": context, "tokens_per_s": tokens / (end - begin)}
+            cell |= {"gap_p50_ms": percentile(gaps, 0.5) * 1e3, "gap_p99_ms": percentile(gaps, 0.99) * 1e3}
+            cells.append(cell | {"lag_p99_ms": lag.quantile(0.99), "lag_max_ms": lag.maximum})
+            show(cells[-1])
+    house.close()
+    return cells
+
+
+async def read_all(scheduler: Scheduler, history: list[int], stamps: list[float]) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=160, ignore_eos=True)
+    spec = TurnSpec(scheduler.next_turn_id(), tuple(history), params, bytes(32), received_at=time.monotonic())
+    async for item in await scheduler.submit(spec):
+        if not isinstance(item, Ended):
+            stamps.extend([time.monotonic()] * len(item.ids))
+
+
+def show(row: dict[str, Any]) -> None:
+    print(json.dumps({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}), flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tier", choices=("none", "ram", "all"), default="ram")
+    parser.add_argument("--tier", choices=("none", "ram", "all", "decode"), default="ram")
     parser.add_argument("--sessions", type=int, default=32)
     parser.add_argument("--ram-gib", type=float, default=78)
     parser.add_argument("--piece", type=int, default=8192)
     parser.add_argument("--out", default="gpu-rotation.json")
     options = parser.parse_args()
-    rounds = anyio.run(measure, options, backend_options={"use_uvloop": True})
+    job = decode if options.tier == "decode" else rotation
+    rounds = anyio.run(job, options, backend_options={"use_uvloop": True})
     Path(options.out).write_text(json.dumps({"options": vars(options), "rounds": rounds}, indent=1))
 
 
