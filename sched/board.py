@@ -195,10 +195,17 @@ class Board:
         if chunk is None:
             return
         if chunk.incoming is transfer:
-            chunk.incoming = None
+            chunk.incoming = self._other_restore(chunk, transfer) if chunk.tail else None
         if chunk.outgoing is transfer:
             chunk.outgoing = None
         self.chunks.settle(chunk)
+
+    def _other_restore(self, chunk: Chunk, ended: Transfer) -> Transfer | None:
+        """Two turns may have asked which tail the disk has and been brought the same one."""
+        for other in self.transfers.values():
+            if other.chunk is chunk and other.kind is TransferKind.RESTORE and other is not ended and not other.abandoned:
+                return other
+        return None
 
     def cancel_transfer(self, transfer: Transfer) -> None:
         if transfer.state is not TransferState.RESERVED:

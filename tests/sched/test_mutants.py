@@ -21,7 +21,7 @@ from schedworld import World
 
 MAX_WALKS = 60
 EVENTS = 400
-DETECTED = (AssertionError, RuntimeError, LookupError)
+DETECTED = (AssertionError, RuntimeError, LookupError)  # not TypeError: a patch that does not fit proves nothing
 """A wrong answer or invariant, a defect noticed by core or engine, something missing."""
 
 
@@ -76,8 +76,8 @@ def test_page_keyed_one_token_early(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def swap_pages(real: Callable[..., CopyOut]) -> Callable[..., CopyOut]:
-    def swapped(transfer: Any, pages: tuple[Any, ...], slot: Any) -> CopyOut:
-        return real(transfer, (pages[1], pages[0], *pages[2:]) if len(pages) > 1 else pages, slot)
+    def swapped(transfer: Any, pages: tuple[Any, ...], slot: Any, **more: Any) -> CopyOut:
+        return real(transfer, (pages[1], pages[0], *pages[2:]) if len(pages) > 1 else pages, slot, **more)
 
     return swapped
 

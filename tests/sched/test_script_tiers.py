@@ -262,3 +262,18 @@ def test_every_turn_touches_its_whole_chain_on_disk() -> None:
     touched = [c for c in world.commands if type(c).__name__ == "TouchDisk"]
     assert world.log["TouchDisk"] == before + 1
     assert len(touched[-1].keys) >= 4
+
+
+def test_two_turns_are_brought_the_same_tail() -> None:
+    """Both asked which tail the disk has; whoever is done first must not make the core forget the other's transfer."""
+    world = World(config(n_pages=60, staging_slots=3))
+    client = world.ask(history(0, 21), "s0", max_tokens=3, ignore_eos=True)
+    world.feed(ev.BeginDrain(world.now, world.now + 1000.0))
+    world.settle()
+    world.kill()
+    turns = [world.submit((*client.spec.prompt[:19], 90 + i, 96), f"t{i}", max_tokens=3) for i in range(2)]
+    world.run_to_end(*turns)
+    assert world.log["ReadTail"] == 2
+    assert [report(world.clients[turn]).disk_tokens for turn in turns] == [19, 19]
+    world.settle()
+    world.assert_quiet()

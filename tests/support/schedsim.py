@@ -10,6 +10,10 @@ from __future__ import annotations
 import random
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))  # for PYTHONSAFEPATH=1, which a replay may run under
 
 from kvalet.runtime.fake import FakeModel
 from kvalet.runtime.plan import GrammarSpec
