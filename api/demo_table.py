@@ -39,7 +39,7 @@ class AgentTable(Watcher):
         self._live = self._console.is_terminal
 
     def __enter__(self) -> AgentTable:
-        self._console.print(f"\n{self._title}")
+        self._console.print(f"\n{self._title}", highlight=False, soft_wrap=True)
         self._screen = Live(get_renderable=self.render, refresh_per_second=REDRAWS_PER_S, console=self._console)
         if self._live:
             self._screen.start()
