@@ -202,6 +202,9 @@ class ChunkMap:
         if chunk.slot is not None:
             self.book.mark(chunk.slot, clean=on_disk)
             self.in_ram.note(chunk)
+            if not on_disk and chunk.parent is not None and not chunk.parent.exists:
+                self.drop_slot(chunk)  # the disk had kept it past its parent's loss; now it is worthless
+                return
         self.settle(chunk)
 
     def settle(self, chunk: Chunk) -> None:

@@ -326,3 +326,21 @@ def test_disk_loss_makes_a_clean_slot_dirty() -> None:
     assert board.chunks.book.is_clean(slot)
     board.chunks.set_on_disk(chunk, False)
     assert not board.chunks.book.is_clean(slot)
+
+
+def test_a_chunk_that_outlived_its_parent_on_disk_goes_with_its_own_file() -> None:
+    board = Board(config(), NoDisk())
+    root = board.index.root(SECRET)
+    parent = board.chunks.ensure(root, None, tuple(range(8)), 0.0)
+    child = board.chunks.ensure(root, parent, tuple(range(8, 16)), 0.0)
+    parent.on_disk = child.on_disk = True
+    slot = board.take_ram_slot()
+    assert slot is not None
+    board.chunks.fill(child, slot)
+    board.chunks.book.release(slot)
+    board.chunks.set_on_disk(parent, False)  # lost; the child is on disk still and keeps its slot
+    assert child.slot is not None
+    board.chunks.set_on_disk(child, False)
+    assert child.slot is None
+    assert len(board.chunks) == 0
+    assert board.chunks.book.free == 4
