@@ -24,6 +24,7 @@ from kvalet.runtime.plan import Row, RowId, RowResult, StepPlan, StepResult
 from kvalet.runtime.rows import GrammarSource, RowState, TextContext
 from kvalet.runtime.sampler import sample
 from kvalet.runtime.spec import ModelSpec, read_spec, read_tokenizer
+from kvalet.runtime.threads import on_ending_thread
 from kvalet.runtime.tokenizer import Tokenizer, TokenizerArrays
 from kvalet.runtime.tokenizer_cache import load_tokenizer
 from kvalet.runtime.weights import load_weights
@@ -45,8 +46,12 @@ class LoadedModel:
 def load_model(config: EngineConfig) -> LoadedModel:
     """Read the file, make the weights and the tokenizer. Raises ModelError (one sentence) or TokenizerError (names the field).
 
-    Sets the process's torch thread count: one engine per process.
+    Sets the process's torch thread count: one engine per process. Computes on a thread that ends (``runtime.threads``).
     """
+    return on_ending_thread(lambda: _load(config))
+
+
+def _load(config: EngineConfig) -> LoadedModel:
     torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
     file = GgufFile(config.model)
     try:
@@ -90,7 +95,7 @@ class StepEngine:
             grammars=grammars,
             forced_runs=config.forced_runs,
         )
-        self.forward = Forward(config, self.model.decoder, self.pool)
+        self.forward = on_ending_thread(lambda: Forward(config, self.model.decoder, self.pool))
         self.rows: dict[RowId, RowState] = {}
 
     def launch(self, plan: StepPlan) -> StepResult:
