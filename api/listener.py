@@ -22,6 +22,9 @@ from starlette.types import ASGIApp
 
 LOGGER = logging.getLogger("kvalet.http")
 BACKLOG = 2048
+SEND_BUFFER_BYTES = 128 * 1024
+"""Of each connection, in the kernel (which takes twice that). Left to itself it grows to megabytes per reader that stalls, and
+hides the stall for minutes."""
 SPARE_DESCRIPTORS = 256
 """Kept for model, store files and the rest when the limit on descriptors bounds the connections."""
 
@@ -102,6 +105,7 @@ def bind(host: str, port: int) -> socket.socket:
     bound = socket.socket(family, socket.SOCK_STREAM)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)  # accepted sockets inherit it
         bound.bind((host, port))
     except OSError:
         bound.close()

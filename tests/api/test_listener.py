@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import resource
 import socket
 from pathlib import Path
@@ -14,7 +15,7 @@ from kvalet.api.errors import END_ERRORS, ApiError, ended_badly, error_body, err
 from kvalet.api.exchange import CLIENT_GONE, Exchange, kv_record, usage
 from kvalet.api.families import alone, by, counter, gauge, histogram_s
 from kvalet.api.gate import lower_headers, request_id
-from kvalet.api.listener import Listener, bind, raise_descriptor_limit
+from kvalet.api.listener import SEND_BUFFER_BYTES, Listener, bind, raise_descriptor_limit
 from kvalet.api.logprobs import CompletionLogprobs, chat_logprobs
 from kvalet.api.serve import Ending, drain, ready_file, serve_engine
 from kvalet.runtime.plan import TokenLogprob
@@ -33,6 +34,17 @@ def test_bind(host: str) -> None:
         assert bound.getsockname()[0] == host
         assert bound.getsockname()[1] > 0
         assert not bound.getblocking()
+
+
+def test_the_kernel_holds_little_for_a_reader_that_stalls() -> None:
+    """P24: an accepted socket inherits the bound."""
+    with contextlib.closing(bind("127.0.0.1", 0)) as bound:
+        bound.listen()
+        with socket.create_connection(bound.getsockname()):
+            bound.setblocking(True)
+            accepted, _ = bound.accept()
+            with accepted:
+                assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) <= 2 * SEND_BUFFER_BYTES
 
 
 def test_an_address_that_is_taken() -> None:

