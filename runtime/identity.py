@@ -20,6 +20,10 @@ from kvalet.runtime.spec import ModelSpec
 LAYOUT_VERSION = "1"
 """Of the page layout [page, layer, 2, token, kv_head, head_dim] and of everything else that is not a field of its own."""
 
+ARITHMETIC = "2"
+"""Counts changes of this code that change bits: part of the numerics where equal bits are promised. 2: products over blocks in
+prefill and another packing, both on processors without AMX."""
+
 CACHE_NAME = "weight-digests.json"
 CACHE_ENTRIES = 64
 """Files remembered; beyond it the oldest entry goes."""
@@ -72,14 +76,14 @@ def _write(cache: Path, entries: dict[str, str]) -> None:
 def numerics_family(config: EngineConfig, path: str) -> str:
     """Which arithmetic makes the bits. ``path``: the weights that compute ("bf16", "fp32", "int4", "auto").
 
-    Under ``deterministic`` equal bits are promised, so mode, row count, torch and instruction set are part of it; without it
-    only the kind of arithmetic is: other kernels of the same kind make KV that serves as well.
+    Under ``deterministic`` equal bits are promised, so mode, ARITHMETIC, row count, torch and instruction set are part of it;
+    without it only the kind of arithmetic is: other kernels of the same kind make KV that serves as well.
     """
     family = f"cpu-{path}"
     if config.deterministic:
         capability = torch.backends.cpu.get_cpu_capability().lower()
         amx = "-amx" if torch.cpu._is_amx_tile_supported() else ""
-        family += f"-deterministic-rows{config.decode_rows}-torch{torch.__version__}-{capability}{amx}"
+        family += f"-deterministic-rows{config.decode_rows}-arithmetic{ARITHMETIC}-torch{torch.__version__}-{capability}{amx}"
     return family
 
 

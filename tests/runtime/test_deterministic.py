@@ -86,7 +86,7 @@ def test_other_cuts_of_a_prompt_change_bits(real: tuple[EngineConfig, LoadedMode
     engine = StepEngine(*real)
     ids = np.random.default_rng(3).integers(100, 40_000, 300).tolist()
     digests = set()
-    for piece in (256, 240):
+    for piece in (256, 10):  # 240, say, changes bits with AMX only
         stepper = Stepper(engine)
         row = stepper.prefill(stepper.turn(ids), piece)
         digests.add(stepper.digest(row, 300))
