@@ -1,7 +1,8 @@
 """Attention of decodes over the contiguous copies of the arena: per sheet one batched product for all its rows.
 
 Scores are q @ K^T (K lies transposed), masked by length, softmax, @ V. A row without a copy is attended to by the same
-functions at the same capacity, from its pages: equal bits. Prefill pieces and forced runs go through ``attn_torch``.
+functions at the same capacity, from its pages: equal bits. Prefill pieces and forced runs go through ``attn_blocked`` or
+``attn_torch``.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 
 import torch
 from kvalet.runtime.arena import Copy, Sheet, capacity_for
+from kvalet.runtime.attn_blocked import BlockedAttention, prefill_attention
 from kvalet.runtime.attn_torch import SegmentAttention
 from kvalet.runtime.batch import Batch, Span
 from kvalet.runtime.kvpool import KVPool
@@ -119,7 +121,7 @@ class ArenaAttention:
         """``group``: query heads per KV head."""
         self._pool, self._batch, self._copies = pool, batch, copies
         self._new = new_kv[:, :, : batch.n]
-        self._parts: list[_SheetDecodes | _LooseDecode | SegmentAttention] = []
+        self._parts: list[_SheetDecodes | _LooseDecode | SegmentAttention | BlockedAttention] = []
         by_sheet: dict[int, list[tuple[Span, Copy]]] = {}
         for span, copy in zip(batch.spans, copies, strict=True):
             if copy is not None:
@@ -127,7 +129,7 @@ class ArenaAttention:
             elif span.segment.decode and span.segment.n == 1:
                 self._parts.append(_LooseDecode(pool, span, group))
             else:
-                self._parts.append(SegmentAttention(pool, span))
+                self._parts.append(prefill_attention(pool, span, group))
         self._parts += [_SheetDecodes(members[0][1].sheet, members, group) for members in by_sheet.values()]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
