@@ -184,6 +184,9 @@ def _banner(
     notes: list[str],
 ) -> list[str]:
     family = model.identity["numerics"]
+    weights = model.decoder.weights
+    if weights.path == "auto":
+        family += f" (int4 up to {weights.switch_rows} rows, its head {weights.head_switch_rows})"
     lines = [
         f"model {path.name}: {model.spec.n_layers} layers, {model.context_tokens:,} tokens of context, {family},"
         f" weights {_mib(model.weights_bytes)}",

@@ -89,8 +89,9 @@ class Forward:
         self.arena.release(row)
 
     def stats(self) -> dict[str, float]:
-        """Counters since the start."""
-        return {"calls": float(self._calls), "arena_fills": float(self.arena.fills)}
+        """Counters since the start; ``int4_rows``: calls of at most so many tokens compute from int4 weights (auto only)."""
+        switch_rows = self._decoder.weights.switch_rows
+        return {"calls": float(self._calls), "arena_fills": float(self.arena.fills), "int4_rows": float(switch_rows)}
 
 
 def _place_in_call(copy: Copy | None) -> tuple[int, int]:

@@ -2,7 +2,7 @@
 
 Which kernel is fastest depends on the number of rows and on the machine: int4 reads a quarter of the bytes and wins while
 reading is what costs (few rows), bf16 wins where arithmetic does. ``Switched`` holds both and goes by the number of rows;
-``measured_switch_rows`` finds the crossing point at start.
+``runtime.calibrate`` finds the crossing point at start.
 
 Facts (docs/numbers.md): a row of an int4 or int8 product has the same bits in any batch; a row of a bf16 product only at one
 row count.
@@ -10,17 +10,12 @@ row count.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 from kvalet.runtime.dequant import GROUP
 from torch import Tensor
 from torch.nn import functional
-
-SWITCH_CANDIDATES = (1, 2, 3, 4, 6, 8, 12, 16)
-"""Row counts at which int4 is measured against bf16."""
 
 
 class Linear(Protocol):
@@ -105,43 +100,12 @@ class Int8:
 
 
 class Switched:
-    """``few`` for at most ``switch_rows`` rows, ``many`` beyond. Which one runs is a function of the number of rows of the
-    call, so a row's bits depend on its batch: not for ``deterministic``."""
+    """``few`` for at most ``switch_rows`` rows (0 until it is set), ``many`` beyond. Which one runs is a function of the number
+    of rows of the call, so a row's bits depend on its batch: not for ``deterministic``."""
 
-    def __init__(self, few: Linear, many: Linear, switch_rows: int) -> None:
+    def __init__(self, few: Linear, many: Linear, switch_rows: int = 0) -> None:
         self.few, self.many, self.switch_rows = few, many, switch_rows
         self.nbytes = few.nbytes + many.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.few(x) if x.shape[0] <= self.switch_rows else self.many(x)
-
-
-def measured_switch_rows(
-    few: Linear,
-    many: Linear,
-    columns: int,
-    *,
-    candidates: Sequence[int] = SWITCH_CANDIDATES,
-    repeats: int = 7,
-    clock: Callable[[], float] = time.perf_counter,
-) -> int:
-    """The largest of ``candidates`` up to which ``few`` is at least as fast as ``many``; 0 if it never is.
-
-    Each time is the minimum of ``repeats`` calls, so that a busy machine disturbs little. Takes some milliseconds."""
-    found = 0
-    for rows in candidates:
-        x = torch.zeros(rows, columns, dtype=torch.bfloat16)
-        if _fastest(few, x, repeats, clock) > _fastest(many, x, repeats, clock):
-            break
-        found = rows
-    return found
-
-
-def _fastest(linear: Linear, x: Tensor, repeats: int, clock: Callable[[], float]) -> float:
-    linear(x)
-    best = float("inf")
-    for _ in range(repeats):
-        start = clock()
-        linear(x)
-        best = min(best, clock() - start)
-    return best

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 
 import torch
 from kvalet.runtime import dequant
+from kvalet.runtime.calibrate import measured_switch_rows
 from kvalet.runtime.errors import ModelError
 from kvalet.runtime.gguf import GgufFile, TensorInfo
-from kvalet.runtime.linear import Int4, Int8, Linear, Switched, dense_linear, measured_switch_rows
+from kvalet.runtime.linear import Int4, Int8, Linear, Switched, dense_linear
 from kvalet.runtime.spec import INTERLEAVED_ROPE, ModelSpec
 from torch import Tensor
 
@@ -37,8 +38,8 @@ class LayerWeights:
 @dataclass(slots=True)
 class ModelWeights:
     """``embed`` [vocab, hidden] in ``dtype`` (that of all activations); ``path``: which weights compute ("fp32", "bf16",
-    "int4", "auto"); ``switch_rows``: with "auto", int4 computes calls of at most so many rows. ``rope_factors`` [head_dim / 2]
-    divide the frequencies, None: no such tensor."""
+    "int4", "auto"); ``switch_rows``: with "auto", int4 computes calls of at most so many rows, and int8 the head of at most
+    ``head_switch_rows``. ``rope_factors`` [head_dim / 2] divide the frequencies, None: no such tensor."""
 
     dtype: torch.dtype
     path: str
@@ -47,7 +48,21 @@ class ModelWeights:
     norm: Tensor
     head: Linear
     switch_rows: int = 0
+    head_switch_rows: int = 0
     rope_factors: Tensor | None = None
+
+    def calibrate(self, hidden: int) -> None:
+        """Measure which of two kinds of product serves how many rows, where there are two."""
+        pairs = [layer.gate_up for layer in self.layers if isinstance(layer.gate_up, Switched)]
+        if pairs:
+            self.switch_rows = measured_switch_rows([p.few for p in pairs], [p.many for p in pairs], hidden)
+        for layer in self.layers:
+            for product in (layer.qkv, layer.out, layer.gate_up, layer.down):
+                if isinstance(product, Switched):
+                    product.switch_rows = self.switch_rows
+        if isinstance(self.head, Switched):
+            self.head_switch_rows = measured_switch_rows([self.head.few], [self.head.many], hidden, repeats=3)
+            self.head.switch_rows = self.head_switch_rows
 
     @property
     def nbytes(self) -> int:
@@ -67,6 +82,7 @@ def load_weights(file: GgufFile, spec: ModelSpec, mode: str) -> ModelWeights:
         raise ModelError(f"model file {file.path} holds no Q4_0 or Q4_1 matrices, so --weights int4 is not possible")
     loader.path = "bf16" if mode == "auto" and not quantised else mode
     weights = loader.load()
+    weights.calibrate(spec.hidden)
     surplus = sorted(file.tensors.keys() - loader.used - IGNORED)
     if surplus:
         raise ModelError(f"model file {file.path} has tensor {surplus[0]} ({len(surplus)} such), which is not supported")
@@ -79,8 +95,6 @@ class _Loader:
     spec: ModelSpec
     path: str = "bf16"
     used: set[str] = field(default_factory=set)
-    switch_rows: int = -1
-    head_switch_rows: int = -1
 
     def has_nibbles(self) -> bool:
         """All matrices of the layers can go through the int4 product."""
@@ -124,7 +138,6 @@ class _Loader:
             layers=[self.layer(f"blk.{i}.") for i in range(spec.n_layers)],
             norm=self.vector("output_norm.weight", spec.hidden),
             head=head,
-            switch_rows=max(0, self.switch_rows),
             rope_factors=None if factors is None else self.values("rope_freqs.weight", (spec.head_dim // 2,)),
         )
 
@@ -153,11 +166,7 @@ class _Loader:
             assert dense is not None
             return dense
         int4 = self.int4(prefix, parts, orders, columns, bias)
-        if dense is None:
-            return int4
-        if self.switch_rows < 0:  # one measurement on the first matrix serves all: the crossing point hardly moves with size
-            self.switch_rows = measured_switch_rows(int4, dense, columns)
-        return Switched(int4, dense, self.switch_rows)
+        return int4 if dense is None else Switched(int4, dense)
 
     def dense(
         self, prefix: str, parts: dict[str, tuple[int, int]], orders: dict[str, Tensor], columns: int, bias: Tensor | None
@@ -196,8 +205,7 @@ class _Loader:
         int8 = Int8(exact)
         if self.path == "int4":
             return int8
-        dense = dense_linear(weight)
-        return Switched(int8, dense, measured_switch_rows(int8, dense, self.spec.hidden, repeats=3))
+        return Switched(int8, dense_linear(weight))
 
 
 def rope_order(rows: int, interleaved_heads: int) -> Tensor:

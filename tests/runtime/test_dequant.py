@@ -9,7 +9,7 @@ from gguf import GGMLQuantizationType as Kind
 from gguf import quants
 from kvalet.runtime.dequant import dequantize, int4_parts
 from kvalet.runtime.errors import ModelError
-from kvalet.runtime.linear import Dense, Int4, Int8, Switched, dense_linear, measured_switch_rows
+from kvalet.runtime.linear import Dense, Int4, Int8, Switched, dense_linear
 
 QUANTISABLE = [Kind.F32, Kind.F16, Kind.BF16, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0]
 
@@ -72,24 +72,6 @@ def test_dense_linear_is_the_plain_product(dtype: torch.dtype) -> None:
     x = torch.randn(9, 96, generator=torch.Generator().manual_seed(8)).to(dtype)
     ours, plain = dense_linear(weight, bias)(x), Dense(weight, bias)(x)
     torch.testing.assert_close(ours, plain, rtol=1e-2, atol=2e-2 if dtype == torch.bfloat16 else 1e-4)
-
-
-class Recorded:
-    """A product that takes as long as it is told to (on a clock of its own)."""
-
-    def __init__(self, cost: list[float], clock: list[float]) -> None:
-        self.cost, self.clock, self.nbytes = cost, clock, 0
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        self.clock[0] += self.cost[0] + self.cost[1] * x.shape[0]
-        return x
-
-
-@pytest.mark.parametrize(("few", "many", "crossing"), [((1, 2), (9, 1), 8), ((9, 1), (1, 1), 0), ((1, 1), (9, 9), 16)])
-def test_the_crossing_point_is_measured(few: tuple[float, float], many: tuple[float, float], crossing: int) -> None:
-    clock = [0.0]
-    a, b = Recorded(list(few), clock), Recorded(list(many), clock)
-    assert measured_switch_rows(a, b, 32, clock=lambda: clock[0]) == crossing
 
 
 def test_switched_goes_by_the_number_of_rows() -> None:
