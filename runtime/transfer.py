@@ -77,8 +77,8 @@ class Copier:
         self._in = _Direction("in", self._copy, queue_limit)
 
     def copy_out(self, pages: Sequence[PageId], slot: SlotId, first_page: int, done: Done, n_tokens: int = 0) -> None:
-        """Copy whole pages into the slot's payload, the first one to its page ``first_page``. ``n_tokens``: how many tokens they
-        hold, 0 = all that fit; the rest of the last page is zeroed in the slot."""
+        """Copy whole pages into the slot's payload, the first one to its page ``first_page``. ``n_tokens``: how many tokens
+        they hold, 0 = all that fit; the rest of the last page is zeroed in the slot."""
         places = tuple(range(first_page, first_page + len(pages)))
         self._out.submit(_Copy(False, slot, places, tuple(pages), done, n_tokens))
 
@@ -120,8 +120,8 @@ class Copier:
 
 
 def zero_unused(page: NDArray[np.uint8], geometry: KVGeometry, n_tokens: int) -> None:
-    """Zero the token places of a table's last page, ``page`` uint8 [page_stride_bytes], that its ``n_tokens`` tokens do not fill:
-    what stood there before belongs to others and must not reach a slot or a file (docs/store-format.md)."""
+    """Zero the token places of a table's last page, ``page`` uint8 [page_stride_bytes], that its ``n_tokens`` tokens do not
+    fill: what stood there before belongs to others and must not reach a slot or a file (docs/store-format.md)."""
     used = n_tokens % geometry.page_tokens
     if used:
         by_token = page[: geometry.page_bytes].reshape(geometry.n_layers * 2, geometry.page_tokens, -1)

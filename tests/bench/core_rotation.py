@@ -130,7 +130,8 @@ def rotate(driver: Driver, sessions: int) -> None:
         print(f"round {number}:")
         for name, times in sorted(driver.spent.items()):
             print(
-                f"  {name:10s} {len(times):6d} calls so far, {(sum(times) - began.get(name, 0)) * 1e3:9.1f} ms this round, longest {max(times) * 1e3:8.2f} ms"
+                f"  {name:10s} {len(times):6d} calls so far, {(sum(times) - began.get(name, 0)) * 1e3:9.1f} ms this round,"
+                f" longest {max(times) * 1e3:8.2f} ms"
             )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -115,7 +116,7 @@ def test_tool_loop_returns_its_result_and_reuses_the_history(client: openai.Open
         assert reply.usage.prompt_tokens_details is not None
         cached.append((reply.usage.prompt_tokens_details.cached_tokens, reply.usage.prompt_tokens))
     assert cached[0][0] < cached[0][1]
-    for (_, previous_prompt), (cached_now, _) in zip(cached, cached[1:], strict=False):
+    for (_, previous_prompt), (cached_now, _) in itertools.pairwise(cached):
         assert cached_now >= previous_prompt // 16 * 16, cached
 
 
