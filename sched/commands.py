@@ -44,9 +44,10 @@ class End(Command):
 
 @dataclass(frozen=True, slots=True)
 class CopyOut(Command):
-    """Device -> slot: ``pages[i]`` goes to page ``first_page + i`` of the slot's payload. ``n_tokens``: tokens that the pages
-    hold; what the last page has room for beyond them is zeroed in the slot, so that no stale KV leaves the device memory (0: all
-    pages are full). Answer: CopyDone or CopyFailed."""
+    """Device -> slot: ``pages[i]`` goes to page ``first_page + i`` of the slot's payload. Answer: CopyDone or CopyFailed.
+
+    ``n_tokens``: tokens that the pages hold; what the last page has room for beyond them is zeroed in the slot, so that no stale
+    KV leaves the device memory (0: all pages are full)."""
 
     transfer: TransferId
     pages: tuple[PageId, ...]
@@ -79,9 +80,10 @@ class ReadChunk(Command):
 
 @dataclass(frozen=True, slots=True)
 class ReadTail(Command):
-    """Disk -> slot: of ``candidates`` (at most 4, most recent first, all of one parent), the one that shares the longest
-    prefix with ``ids``. ReadDone carries its own ids; ReadFailed("no_prefix") if none shares a token. ``secret``: that of TurnSpec;
-    without it the tail's key cannot be checked and the read is refused ("key")."""
+    """Disk -> slot: of ``candidates`` (at most 4, most recent first, all of one parent), the one that shares the longest prefix
+    with ``ids``. ReadDone carries its own ids; ReadFailed("no_prefix") if none shares a token.
+
+    ``secret``: that of TurnSpec; without it the tail's key cannot be checked and the read is refused ("key")."""
 
     transfer: TransferId
     parent: bytes
