@@ -46,8 +46,8 @@ class End(Command):
 class CopyOut(Command):
     """Device -> slot: ``pages[i]`` goes to page ``first_page + i`` of the slot's payload. Answer: CopyDone or CopyFailed.
 
-    ``n_tokens``: tokens that the pages hold; what the last page has room for beyond them is zeroed in the slot, so that no stale
-    KV leaves the device memory (0: all pages are full)."""
+    ``n_tokens``: tokens that the pages hold; what the last page has room for beyond them is zeroed in the slot, so that no
+    stale KV leaves the device memory (0: all pages are full)."""
 
     transfer: TransferId
     pages: tuple[PageId, ...]
