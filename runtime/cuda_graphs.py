@@ -11,8 +11,9 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from kvalet.runtime.attn_flashinfer import DecodePlan, PageTables
+from kvalet.runtime.attn_flashinfer import DecodePlan
 from kvalet.runtime.cuda_decoder import CudaDecoder
+from kvalet.runtime.page_tables import PageTables
 from torch import Tensor
 
 STAGES = 4
@@ -77,7 +78,7 @@ class DecodeGraph:
         self.plan.plan(self._tables(pages, np.asarray(positions, dtype=np.int64)))
 
     def _tables(self, pages: Sequence[Sequence[int]], positions: np.ndarray[tuple[int], np.dtype[np.int64]]) -> PageTables:
-        """As ``attn_flashinfer.page_tables``, padded with rows of one token on the scratch page."""
+        """As ``page_tables.page_tables``, padded with rows of one token on the scratch page."""
         padding = self.plan.rows - len(pages)
         counts = np.concatenate((positions // self._page_tokens + 1, np.ones(padding, dtype=np.int64)))
         indptr = np.zeros(self.plan.rows + 1, dtype=np.int32)

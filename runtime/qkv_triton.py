@@ -1,13 +1,12 @@
 """One Triton kernel between the QKV projection and attention: q/k norm, rotary embedding, and K and V into their pages.
 
-Plain twin: ``qkv_to_pages_plain``. Both take the packed projection ``qkv`` [n, (Hq + 2 Hkv) * D], write K and V of token i to
-place ``dest[i]`` (page * page_tokens + offset, int64) of the page-first pool and return q [n, Hq, D].
+Plain twin: ``qkv_plain.qkv_to_pages_plain``. Both take the packed projection ``qkv`` [n, (Hq + 2 Hkv) * D], write K and V of
+token i to place ``dest[i]`` (page * page_tokens + offset, int64) of the page-first pool and return q [n, Hq, D].
 Rotary embedding in rotate-half order (Su et al. 2021, as Hugging Face folders store it); the norm is RMSNorm over head_dim.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -63,32 +62,3 @@ def qkv_to_pages(
         eps, page_tokens, n_q_heads, n_kv, dim, norms is not None, num_warps=1,
     )  # fmt: skip
     return q_out
-
-
-def rotate_half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """``x`` [n, heads, D] fp32; ``cos``, ``sin`` [n, 1, D/2]."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-
-
-def qkv_to_pages_plain(
-    qkv: Tensor, pool: Tensor, layer: int, dest: Tensor, positions: Tensor, cos_sin: Tensor,
-    n_q_heads: int, norms: Tensor | None, eps: float,
-) -> Tensor:  # fmt: skip
-    """The plain twin, any device."""
-    _, _, _, page_tokens, n_kv, dim = pool.shape
-    heads = qkv.view(qkv.shape[0], n_q_heads + 2 * n_kv, dim)
-    q, k, v = heads.split((n_q_heads, n_kv, n_kv), dim=1)
-    cos, sin = cos_sin[positions.long()].unsqueeze(1).chunk(2, dim=-1)
-
-    def turned(x: Tensor, weight: Tensor | None) -> Tensor:
-        y = x.float()
-        if weight is not None:
-            y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
-            y = y.to(x.dtype).float() * weight.float()
-        return rotate_half(y, cos, sin).to(x.dtype)
-
-    page, offset = dest // page_tokens, dest % page_tokens
-    pool[page, layer, 0, offset] = turned(k, norms[1] if norms is not None else None)
-    pool[page, layer, 1, offset] = v
-    return turned(q, norms[0] if norms is not None else None)

@@ -98,7 +98,8 @@ def test_prefill_equals_dense(group: int) -> None:
 @pytest.mark.parametrize("dim", [64, 128])
 def test_qkv_kernel_equals_its_plain_twin(norm: bool, dim: int) -> None:
     from kvalet.runtime.cuda_decoder import rope_table
-    from kvalet.runtime.qkv_triton import qkv_to_pages, qkv_to_pages_plain
+    from kvalet.runtime.qkv_plain import qkv_to_pages_plain
+    from kvalet.runtime.qkv_triton import qkv_to_pages
 
     n, n_q, n_kv = 37, 6, 2
     pool = make_pool(9, 3, n_kv, dim)
