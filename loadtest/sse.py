@@ -27,9 +27,10 @@ class SseDecoder:
     def feed(self, raw: bytes) -> list[str]:
         events: list[str] = []
         text = self._text.decode(raw)
-        if self._skip_lf and text:
+        if not text:  # nothing, or the first bytes of a character: a CR before it may still be half of a CR LF
+            return events
+        if self._skip_lf:
             text = text.removeprefix("\n")
-            self._skip_lf = False
         self._skip_lf = text.endswith("\r")
         *lines, self._line = (self._line + text.replace("\r\n", "\n").replace("\r", "\n")).split("\n")
         for line in lines:

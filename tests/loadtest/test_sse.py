@@ -56,3 +56,19 @@ def test_an_endless_event_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_bytes_that_are_no_text_do_not_stop_the_stream() -> None:
     assert decode([b"data: \xff\xfe\n\ndata: y\n\n"])[1] == "y"
+
+
+def test_an_empty_read_between_cr_and_lf_ends_no_event() -> None:
+    assert decode([b"data: a\r", b"", b"\ndata: b\r", b"", b"", b"\n\r\n"]) == ["a\nb"]
+    assert decode([b"data: a\r", b"\n", b"\r\n"]) == ["a"], "a LF alone after the CR"
+
+
+def test_events_do_not_depend_on_fields_and_comments_between() -> None:
+    assert decode([b"data\n\n"]) == [""], "a field without a colon has an empty value"
+    assert decode([b"data:x\n:c\nevent: e\ndata:  y\n\n\n\n"]) == ["x\n y"], "one space after the colon goes"
+    assert decode([b"event: only\n\n: ping\n\n"]) == [], "no data, no event"
+
+
+@pytest.mark.parametrize("parts", [[b"data: \xc3", b"\xa4\n\n"], [b"data: \xe5\xad", b"\x97", b"\n\n"]])
+def test_a_character_may_be_cut_anywhere(parts: list[bytes]) -> None:
+    assert decode(parts) == [b"".join(parts)[6:-2].decode()]
