@@ -53,12 +53,15 @@ class CudaPool:
     def digest(self, pages: Sequence[int], n_tokens: int) -> str:
         """Hex digest of the exact KV bytes of a page table's first ``n_tokens`` tokens. Waits for the device: for tests."""
         tokens = self.geometry.page_tokens
-        picked = self.pages[torch.tensor(list(pages[: -(-n_tokens // tokens)]), device=self.bytes.device)]
+        picked = self.pages[self._index(pages[: -(-n_tokens // tokens)])]
         flat = picked.permute(1, 2, 0, 3, 4, 5).flatten(2, 3)[:, :, :n_tokens].contiguous()
         return hashlib.blake2b(flat.view(torch.uint8).cpu().numpy().tobytes(), digest_size=16).hexdigest()
 
     def poison(self, pages: Sequence[int]) -> None:
-        self.bytes[torch.tensor(list(pages), device=self.bytes.device)] = POISON_BYTE
+        self.bytes[self._index(pages)] = POISON_BYTE
+
+    def _index(self, pages: Sequence[int]) -> Tensor:
+        return torch.tensor(list(pages), dtype=torch.int64, device=self.bytes.device)  # of none, torch would guess float
 
 
 class RegisteredSlab:
