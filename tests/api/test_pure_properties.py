@@ -31,6 +31,7 @@ from kvalet.api.memory_plan import (
 from kvalet.api.normalise import PastCall
 from kvalet.api.refusals import STATUS, refusal_error
 from kvalet.api.schema_bounds import narrowed
+from kvalet.api.schema_check import compile_error
 from kvalet.api.schemas import ChatBody
 from kvalet.api.tools import CHOICES, MAX_TOOLS, allowed_tools, parse_tools
 from kvalet.api.validation import validated
@@ -169,6 +170,17 @@ def test_short_values_stay_allowed(schema: dict[str, Any], value: str) -> None:
     """Narrowing costs long strings only, and never those that the client's own minimum asks for."""
     assume(valid(value, schema))
     assert valid(value, narrowed(schema, 5)) is (len(value) <= max(5, schema.get("minLength", 0)) or "enum" in schema)
+
+
+def test_branches_that_overlap_are_refused_before_and_after_narrowing() -> None:
+    """Closing one of them would make a value fit exactly one branch that fits two of the client's: the one way to widen."""
+    first, second = ({"type": "object", "properties": {name: {"type": "integer"}}} for name in "ab")
+    either = {"oneOf": [first, second]}
+    assert not valid({"a": 1}, either)
+    assert valid({"a": 1}, narrowed(either, 300)), "the narrowed schema alone would let it through"
+    assert "oneOf" in compile_error(either)
+    assert "oneOf" in compile_error(narrowed(either, 300))
+    assert compile_error(narrowed({"oneOf": [{"type": "string"}, {"type": "integer"}]}, 300)) == ""
 
 
 # remembered calls
