@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 import tinymodel
+import torch
 from kvalet.runtime.config import EngineConfig
 from kvalet.runtime.engine import load_model
 from kvalet.runtime.gguf import GgufFile
-from kvalet.runtime.identity import CACHE_ENTRIES, CACHE_NAME, weight_digest
+from kvalet.runtime.identity import ARITHMETIC, CACHE_ENTRIES, CACHE_NAME, numerics_family, weight_digest
 from tinymodel import Tiny
 
 
@@ -108,3 +109,28 @@ def test_the_cache_is_bounded_and_an_unwritable_folder_harmless(path: Path, tmp_
     blocked = tmp_path / "blocked"
     blocked.write_text("a file, not a folder")
     assert weight_digest(file, blocked) == digest
+
+
+def test_numerics_names_what_changes_bits_only_where_equal_bits_are_promised(path: Path) -> None:
+    """Without ``deterministic`` KV of the same kind of arithmetic serves, whatever computed it; with it, nothing else does."""
+    plain = EngineConfig(path, n_pages=4, decode_rows=7)
+    strict = dataclasses.replace(plain, deterministic=True)
+    assert [numerics_family(plain, mode) for mode in ("bf16", "int4")] == ["cpu-bf16", "cpu-int4"]
+    family = numerics_family(strict, "bf16")
+    assert family.startswith("cpu-bf16-deterministic-rows7-")
+    for part in (f"-arithmetic{ARITHMETIC}-", f"-torch{torch.__version__}-", torch.backends.cpu.get_cpu_capability().lower()):
+        assert part in family
+    assert family != numerics_family(strict, "fp32")
+
+
+def test_a_cache_that_could_not_be_written_leaves_nothing_behind(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(source: object, target: object) -> None:
+        raise OSError("disk full")
+
+    cache = tmp_path / "cache"
+    monkeypatch.setattr(os, "replace", full)
+    file = GgufFile(path)
+    assert weight_digest(file, cache) == weight_digest(file, None)
+    assert list(cache.iterdir()) == []
