@@ -186,7 +186,7 @@ def _banner(
     family = model.identity["numerics"]
     weights = model.decoder.weights
     if weights.path == "auto":
-        family += f" (int4 up to {weights.switch_rows} rows, its head {weights.head_switch_rows})"
+        family += f" (int4 up to {weights.switch_rows} rows)"
     lines = [
         f"model {path.name}: {model.spec.n_layers} layers, {model.context_tokens:,} tokens of context, {family},"
         f" weights {_mib(model.weights_bytes)}",

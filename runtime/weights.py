@@ -13,7 +13,7 @@ from kvalet.runtime import dequant
 from kvalet.runtime.calibrate import measured_switch_rows
 from kvalet.runtime.errors import ModelError
 from kvalet.runtime.gguf import GgufFile, TensorInfo
-from kvalet.runtime.linear import Int4, Int8, Linear, Switched, dense_linear
+from kvalet.runtime.linear import Int4, Int8, Int8Rows, Linear, Switched, dense_linear, integer_products
 from kvalet.runtime.spec import INTERLEAVED_ROPE, ModelSpec
 from torch import Tensor
 
@@ -202,6 +202,8 @@ class _Loader:
     def head(self, weight: Tensor, exact: Tensor) -> Linear:
         if self.path in ("fp32", "bf16"):
             return dense_linear(weight)
+        if self.path == "auto" and integer_products():
+            return Int8Rows(exact)
         int8 = Int8(exact)
         if self.path == "int4":
             return int8

@@ -9,7 +9,7 @@ from gguf import GGMLQuantizationType as Kind
 from gguf import quants
 from kvalet.runtime.dequant import dequantize, int4_parts
 from kvalet.runtime.errors import ModelError
-from kvalet.runtime.linear import Dense, Int4, Int8, Switched, dense_linear
+from kvalet.runtime.linear import Dense, Int4, Int8, Int8Rows, Switched, dense_linear, integer_products
 
 QUANTISABLE = [Kind.F32, Kind.F16, Kind.BF16, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0]
 
@@ -63,6 +63,24 @@ def test_int8_product_is_near_and_its_rows_are_independent() -> None:
     exact = x.float() @ weight.T
     assert (linear(x).float() - exact).abs().max() < 0.02 * exact.abs().max()
     assert torch.equal(linear(x)[3:4], linear(x[3:4]))
+
+
+def test_int8_rows_are_near_and_their_own() -> None:
+    """Rows of very different size, one of them zero: each is scaled by itself."""
+    if not integer_products():
+        pytest.skip("needs a processor with VNNI and without AMX: elsewhere it is never used")
+    weight = torch.randn(64, 96, generator=torch.Generator().manual_seed(4))
+    x = torch.randn(5, 96, generator=torch.Generator().manual_seed(5)) * torch.tensor([[1e-3], [1.0], [300.0], [0.0], [7.0]])
+    x = x.bfloat16()
+    linear = Int8Rows(weight)
+    found, exact = linear(x).float(), x.float() @ weight.T
+    assert found.shape == (5, 64)
+    assert linear(x).dtype == torch.bfloat16
+    for row, wanted in zip(found, exact, strict=True):
+        assert (row - wanted).abs().max() <= 0.03 * wanted.abs().max()
+    neighbours = x.clone()
+    neighbours[[0, 1, 3, 4]] = 1000.0
+    assert torch.equal(linear(neighbours)[2], linear(x)[2])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

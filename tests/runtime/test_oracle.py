@@ -54,7 +54,7 @@ def agreement(logits: torch.Tensor, reference: list[int]) -> tuple[int, float]:
     return int((logits.argmax(-1) == ids).sum()), float(behind.max())
 
 
-@pytest.mark.parametrize("weights", ["bf16", "int4"])
+@pytest.mark.parametrize("weights", ["bf16", "int4", "auto"])
 def test_reduced_weights_agree_when_teacher_forced(model_path: Path, weights: str) -> None:
     _, model = load(model_path, weights)
     results = []
@@ -65,7 +65,7 @@ def test_reduced_weights_agree_when_teacher_forced(model_path: Path, weights: st
     assert max(behind for _, behind in results) <= MARGIN, results
 
 
-@pytest.mark.parametrize("weights", ["bf16", "int4"])
+@pytest.mark.parametrize("weights", ["bf16", "int4", "auto"])
 def test_reduced_weights_agree_on_the_decode_path(model_path: Path, weights: str) -> None:
     """The same threshold where it matters: one token a step over the contiguous copies, all cases in one batch."""
     engine = StepEngine(*load(model_path, weights))
