@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import sys
@@ -73,6 +74,8 @@ async def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int
             await stack.enter_async_context(engine)
         except StartError as error:
             raise CannotStart(str(error)) from error
+        gc.collect()
+        gc.freeze()  # what start-up made lives as long as the process: later collections need not walk it on the loop
         for line in engine.banner():
             say(f"kvalet: {line}")
         try:
