@@ -71,5 +71,6 @@ def test_tenants_and_salts_split_and_never_meet(store: bytes, tenant: str, other
     assert (salted == own) is (salt == "")
     assert (tenant_secret(store, other, salt) == salted) is (tenant == other)
     assert tenant_secret(store + b"x", tenant, salt) != salted
+    assert (tenant_secret(store, tenant, other) == salted) is (salt == other)
     if salt:
         assert tenant_secret(store, tenant + salt) != salted, "a salt is not a longer tenant name"
