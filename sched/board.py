@@ -179,8 +179,6 @@ class Board:
         self.advance(transfer, cause)
         del self.transfers[transfer.id]
         self.under_way[transfer.kind] -= 1
-        self.under_way = dict.fromkeys(TransferKind, 0)
-        """Live transfers by kind."""
         self.waiting_reads.pop(transfer.id, None)
         self.spill_frees -= transfer.frees
         self.free_pages(transfer)

@@ -97,7 +97,7 @@ def toward_disk(board: Board, chunk: Chunk) -> bool:
 
 def _given_up(chunk: Chunk) -> bool:
     """A disk smaller than what it is given evicts one chunk for the next: who was evicted is not written again and again,
-    but only after it has been used again."""
+    but only after it has been used again. A write that the disk failed does not count: the pause after it bounds those."""
     return chunk.writes >= MAX_WRITES_PER_USE and chunk.written_use == chunk.last_use
 
 
@@ -159,6 +159,7 @@ def on_failed(board: Board, transfer: Transfer, reason: str) -> None:
             board.chunks.set_on_disk(at, board.disk.has(at.key))
             at = at.parent
     if reason not in NOT_THE_DISKS_FAULT:
+        chunk.writes = max(0, chunk.writes - 1)
         board.write_failures += 1
         board.write_retry_at = board.now + min(RETRY_S * 2 ** (board.write_failures - 1), MAX_RETRY_S)
     board.finish_transfer(transfer, TransferCause.FAIL)
