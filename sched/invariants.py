@@ -169,6 +169,8 @@ def _check_transfers(board: Board) -> None:
     restores = [t for t in board.transfers.values() if t.kind is TransferKind.RESTORE and not t.abandoned]
     demand(board.restoring_pages == sum(len(t.pages) for t in restores), "restoring pages", board.restoring_pages)
     demand(board.spill_frees == sum(t.frees for t in board.transfers.values()), "spill frees", board.spill_frees)
+    for kind, n in board.under_way.items():
+        demand(n == sum(t.kind is kind for t in board.transfers.values()), f"{kind.value} under way", n)
     waiting = {t.id for t in restores if t.state is TransferState.RESERVED}
     demand(waiting == set(board.waiting_reads), "waiting reads", waiting)
     for transfer in board.transfers.values():
