@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import os
 import sys
@@ -12,6 +11,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+from kvalet.api.collector import calm
 from kvalet.api.config import EngineConfig, ServerConfig
 from kvalet.api.settings import BadSettings, load
 from kvalet.sched.engine_thread import THREAD_NAME
@@ -74,8 +74,7 @@ async def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int
             await stack.enter_async_context(engine)
         except StartError as error:
             raise CannotStart(str(error)) from error
-        gc.collect()
-        gc.freeze()  # what start-up made lives as long as the process: later collections need not walk it on the loop
+        calm()
         for line in engine.banner():
             say(f"kvalet: {line}")
         try:

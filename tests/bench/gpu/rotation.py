@@ -21,6 +21,7 @@ from typing import Any
 
 import anyio
 import torch
+from kvalet.api.collector import calm
 from kvalet.runtime import geometry
 from kvalet.runtime.cuda_decoder import QWEN3_8B, CudaDecoder, random_weights
 from kvalet.runtime.cuda_engine import CudaEngine
@@ -163,6 +164,7 @@ def build(n_pages: int, ram_slots: int, max_rows: int, piece: int) -> House:
         assert slab is not None
         return slab.view(slot)
 
+    calm()
     return House(Scheduler(Core(config, no_disk), engine, copier, None, view, write_timeout_s=60), registered)
 
 
