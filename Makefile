@@ -15,7 +15,7 @@ export PYTHON TORCH ALLOW_CUDA
 export PYTHONSAFEPATH = 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help setup setup-notorch model demo test test-long serve check bench-cpu clean
+.PHONY: help setup setup-notorch model demo test test-long serve check bench-cpu gpu-test gpu-bench clean
 .NOTPARALLEL:
 
 help:
@@ -24,6 +24,7 @@ help:
 	@echo 'make serve      the server with the default model, ARGS="--store DIR --port 8000 ..."'
 	@echo 'make check      lint, format, types, house rules'
 	@echo 'make bench-cpu  kvalet beside llama.cpp (xllamacpp), table and bench-cpu.json'
+	@echo 'make gpu-test, make gpu-bench: the GPU engine, on a machine with a CUDA device'
 	@echo 'make model      fetches the default model; make clean: removes the environments'
 
 setup:
@@ -58,6 +59,15 @@ check: setup
 bench-cpu: setup
 	@.ci/stage "set-up of the peer" .ci/setup bench
 	@.ci/stage "benchmark" $(PY) tests/bench/bench_cpu.py $(ARGS)
+
+# On a machine with a CUDA device and flashinfer (extra [cuda]); elsewhere both fail.
+gpu-test: setup
+	@.ci/stage "GPU tests" $(PY) -m pytest -q -m gpu tests/gpu $(ARGS)
+
+gpu-bench: setup
+	@.ci/stage "GPU decode and prefill" $(PY) tests/bench/gpu/decode.py
+	@.ci/stage "GPU decode through the scheduler" $(PY) tests/bench/gpu/rotation.py --tier decode
+	@.ci/stage "GPU agent rotation" $(PY) tests/bench/gpu/rotation.py --tier ram
 
 clean:
 	rm -rf .venv .venv-notorch .venv-bench build dist kvalet.egg-info .mypy_cache .ruff_cache .pytest_cache
