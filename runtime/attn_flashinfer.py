@@ -28,9 +28,6 @@ __all__ = [
 ]
 
 WORKSPACE_BYTES = 256 << 20
-CUDA_CORE_GROUPS = (1, 2, 3, 4, 8)
-"""Query/KV head ratios for which FlashInfer's decode kernel without tensor cores is compiled (its issue 996). kvalet decodes
-with tensor cores always, which take any ratio, so the list is only a reason, never a path."""
 
 
 class DecodePlan:

@@ -20,7 +20,7 @@ from kvalet.runtime.cuda_decoder import CudaDecoder
 from kvalet.runtime.cuda_graphs import DecodeGraph
 from kvalet.runtime.cuda_pool import CudaPool
 from kvalet.runtime.errors import EngineError
-from kvalet.runtime.plan import Row, RowId, RowOpen, RowResult, StepPlan, StepResult
+from kvalet.runtime.plan import Row, RowId, RowOpen, RowResult, StepPlan, StepResult, TokenLogprob
 from kvalet.runtime.rows import RowState, TextContext
 from kvalet.runtime.sampler import sample
 from numpy.typing import NDArray
@@ -225,7 +225,9 @@ class CudaEngine:
             return
         launched.event.synchronize()
         waited = time.perf_counter()
-        chosen: dict[int, tuple[int, object]] = {i: (int(launched.ids[place]), None) for i, place in launched.sampled}
+        chosen: dict[int, tuple[int, TokenLogprob | None]] = {
+            i: (int(launched.ids[place]), None) for i, place in launched.sampled
+        }
         live = [i for i in launched.hosted if launched.work[i][1].state.ended is None]
         if live:
             kept = [launched.logits[launched.hosted.index(i)] for i in live]
@@ -240,7 +242,7 @@ class CudaEngine:
             state.kv_len = row.start + row.n
             if i in chosen:
                 token_id, logprob = chosen[i]
-                results.append(state.accept(token_id, logprob))  # type: ignore[arg-type]
+                results.append(state.accept(token_id, logprob))
             else:
                 results.append(state.progress())
         ended = time.perf_counter()

@@ -22,7 +22,7 @@ class PageTables:
     last: Tensor
 
 
-def page_tables(pages: Sequence[Sequence[int]], lengths: Sequence[int], page_tokens: int, *, pin: bool = False) -> PageTables:
+def page_tables(pages: Sequence[Sequence[int]], lengths: Sequence[int], page_tokens: int) -> PageTables:
     """Tables for rows of ``lengths`` tokens (each >= 1). A row's list may be longer than its length needs: the surplus is
     growth room and stays out of the tables. Raises ValueError for a row whose list is too short."""
     counts = [-(-length // page_tokens) for length in lengths]
@@ -38,4 +38,4 @@ def page_tables(pages: Sequence[Sequence[int]], lengths: Sequence[int], page_tok
         [length - (count - 1) * page_tokens for length, count in zip(lengths, counts, strict=True)], dtype=torch.int32
     )
     indices = torch.tensor(flat, dtype=torch.int32)
-    return PageTables(indptr, indices.pin_memory() if pin else indices, last)
+    return PageTables(indptr, indices, last)
