@@ -110,10 +110,12 @@ def test_large_bodies_do_not_freeze_the_server(server: Server, n_bytes: int, n_m
     done = threading.Event()
 
     def probe() -> None:
-        while not done.wait(0.02):
+        while True:  # at least once: a refusal may be quicker than the first pause
             began = time.monotonic()
             assert server.request("/health")[0] == 200
             times.append(time.monotonic() - began)
+            if done.wait(0.02):
+                return
 
     prober = threading.Thread(target=probe)
     prober.start()
@@ -124,7 +126,6 @@ def test_large_bodies_do_not_freeze_the_server(server: Server, n_bytes: int, n_m
         prober.join(10)
     assert (found, reply["error"]["code"]) == (status, "context_length_exceeded" if status == 400 else "body_too_large")
     times.sort()
-    assert times
     assert times[int(len(times) * HEALTH_SHARE)] < MOST_HEALTH_S, times[-5:]
 
 
