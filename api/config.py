@@ -29,7 +29,7 @@ class EngineConfig:
     store_min_free_bytes: int = 1 << 30
     store_optional: bool = False
     store_readers: int = 4
-    store_writers: int = 2
+    store_writers: int = 4
     max_rows: int = 16
     step_tokens: int = 0
     idle_step_tokens: int = 0

@@ -18,6 +18,8 @@ class StoreConfig:
     ``directory``: created (0700) if missing; its parent must exist. ``cap_bytes``: all chunk and tail files, reservations
     and set-aside files together; 0 disables the tier (nothing is read, written or deleted). ``min_free_bytes``: what must stay
     free on that file system; writes evict, then are refused ("full"), before it is touched.
+    ``readers``, ``writers``: threads that move data; ``committers``: threads that publish what is written (docs/numbers.md
+    has what more or fewer of them cost).
     ``sync``: "data" (an acknowledged write survives power loss) or "none" (survives a kill only).
     ``direct``: "auto" probes O_DIRECT at open and falls back to buffered; "off" is always buffered.
     ``queue_limit``: reads, and writes, waiting at once; the next one is answered "resources".
@@ -33,7 +35,8 @@ class StoreConfig:
     cap_bytes: int
     min_free_bytes: int = 1 << 30
     readers: int = 4
-    writers: int = 2
+    writers: int = 4
+    committers: int = 4
     sync: str = "data"
     direct: str = "auto"
     force_network_fs: bool = False
@@ -54,7 +57,7 @@ class StoreConfig:
     def __post_init__(self) -> None:
         if not self.directory:
             raise ValueError("directory must not be empty")
-        for name in ("readers", "writers", "queue_limit", "breaker_errors", "bad_files"):
+        for name in ("readers", "writers", "committers", "queue_limit", "breaker_errors", "bad_files"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         for name in ("cap_bytes", "min_free_bytes", "bad_bytes", "queue_deadline_s", "yield_s", "room_wait_s"):

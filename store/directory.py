@@ -9,6 +9,7 @@ import logging
 import mmap
 import os
 import stat
+import threading
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -42,6 +43,7 @@ class Directory:
     dirty_folders: set[str] = field(default_factory=lambda: {layout.CHUNKS, layout.TAILS})
     """Both at first: whoever had the store before may have been killed between making a shard and flushing it."""
     _counter: int = 0
+    _shard_lock: threading.Lock = field(default_factory=threading.Lock)
 
     def open_shard(self, folder: str, shard: str) -> int:
         """A descriptor of c/<shard> or t/<shard>; never through a symbolic link. The caller closes it."""
@@ -52,15 +54,24 @@ class Directory:
         try:
             return self.open_shard(folder, shard)
         except FileNotFoundError:
+            pass
+        with self._shard_lock:
             self.dirty_folders.add(folder)
-            self.io.mkdir(shard, dir_fd=self.folder_fds[folder])
+            try:
+                self.io.mkdir(shard, dir_fd=self.folder_fds[folder])
+            except FileExistsError:
+                pass  # another thread was quicker
         return self.open_shard(folder, shard)
 
     def flush_folders(self) -> None:
-        """Make new shards durable: one fsync per folder. A folder stays dirty until that has succeeded."""
-        for folder in sorted(self.dirty_folders):
-            self.io.fsync(self.folder_fds[folder])
-            self.dirty_folders.discard(folder)
+        """Make new shards durable: one fsync per folder. A folder stays dirty until that has succeeded, and whoever finds
+        none dirty may trust all shards that exist: no shard is made between a flush and its note here."""
+        if not self.dirty_folders:
+            return
+        with self._shard_lock:
+            for folder in sorted(self.dirty_folders):
+                self.io.fsync(self.folder_fds[folder])
+                self.dirty_folders.discard(folder)
 
     def new_tmp_name(self) -> str:
         self._counter += 1

@@ -214,7 +214,8 @@ class DiskStore:
         bodies = [("reader", workers.reader_loop)] * state.config.readers + [
             ("writer", workers.writer_loop)
         ] * state.config.writers
-        bodies += [("committer", workers.committer_loop), ("clerk", chores.clerk_loop), ("janitor", chores.janitor_loop)]
+        bodies += [("committer", workers.committer_loop)] * state.config.committers
+        bodies += [("clerk", chores.clerk_loop), ("janitor", chores.janitor_loop)]
         for number, (name, body) in enumerate(bodies):
             thread = threading.Thread(target=body, args=(state,), name=f"kvalet-store-{name}-{number}", daemon=True)
             thread.start()

@@ -187,7 +187,8 @@ def _blame(state: StoreState, write: Write, error: OSError | MemoryError) -> str
 
 
 def committer_loop(state: StoreState) -> None:
-    """Publishes wave after wave: renames, then one fsync per touched shard, then the children of what is durable now."""
+    """Publishes shard after shard: renames, one fsync, then the children of what is durable now are ready. Several of these
+    threads, because a flush mostly waits, and flushes that wait together share one commit of the file system's journal."""
     while True:
         with state.lock:
             wave = state.board.take_ready()
@@ -197,6 +198,8 @@ def committer_loop(state: StoreState) -> None:
                 state.for_committer.wait()
                 wave = state.board.take_ready()
             state.counts.waves += 1
+            if state.board.has_ready():
+                state.for_committer.notify()
         failures = _publish(state, wave)
         reasons = {id(failure.write): _blame(state, failure.write, failure.error) for failure in failures}
         calls: list[tuple[Done, Any]] = []
@@ -216,6 +219,8 @@ def committer_loop(state: StoreState) -> None:
                     state.unsettled += 1 + len(write.followers)
                     calls += state.finish_write(write)
             state.quiet.notify_all()
+            if state.board.has_ready():
+                state.for_committer.notify()
         discard_all(state, unlink)
         call_all(calls)
 

@@ -143,12 +143,18 @@ class WriteBoard:
         return True
 
     def take_ready(self) -> list[Write]:
-        """One wave for the committer: all written ones whose parent is durable. None is another's child."""
-        wave = [write for write in self._ready if write.stage is Stage.WRITTEN]
-        self._ready = []
-        for write in wave:
+        """One batch for a committer: written, parent durable, all of the shard of the oldest of them, so that one flush
+        serves them. None is another's child."""
+        ready = [write for write in self._ready if write.stage is Stage.WRITTEN]
+        batch = [write for write in ready if _shard(write) == _shard(ready[0])]
+        self._ready = [write for write in ready if _shard(write) != _shard(ready[0])]
+        for write in batch:
             self._to(write, Stage.PUBLISHING)
-        return wave
+        return batch
+
+    def has_ready(self) -> bool:
+        """May be true for writes that have failed meanwhile; ``take_ready`` knows."""
+        return bool(self._ready)
 
     def durable(self, write: Write) -> None:
         self._to(write, Stage.DURABLE)
@@ -217,3 +223,7 @@ class WriteBoard:
     def _to(self, write: Write, stage: Stage) -> None:
         assert stage in NEXT[write.stage], f"{write.stage} -> {stage} of write {write.job}"
         write.stage = stage
+
+
+def _shard(write: Write) -> tuple[str, str]:
+    return write.file.folder, write.file.shard

@@ -102,33 +102,23 @@ class PublishFailure:
 
 
 def publish(disk: Directory, wave: Sequence[Write], *, sync: bool) -> list[PublishFailure]:
-    """Rename every write of the wave into its shard, then make each touched shard durable with one fsync.
+    """Rename every write of the wave into its shard (one for all of them), then make it durable with one fsync.
 
     Parents of all writes of a wave are durable already. Returns those that failed; their files are gone again.
     """
-    shards: dict[tuple[str, str], list[Write]] = {}
-    for write in wave:
-        shards.setdefault((write.file.folder, write.file.shard), []).append(write)
-    failures: list[PublishFailure] = []
-    opened: list[tuple[int, list[Write]]] = []
-    for (folder, shard), writes in shards.items():
-        try:
-            opened.append((disk.make_shard(folder, shard), writes))
-        except (OSError, MemoryError) as error:
-            failures += [_take_back(disk, write, error) for write in writes]
-    unflushed: OSError | MemoryError | None = None
+    file = wave[0].file
+    try:
+        shard_fd = disk.make_shard(file.folder, file.shard)
+    except (OSError, MemoryError) as error:
+        return [_take_back(disk, write, error) for write in wave]
     try:
         if sync:
             disk.flush_folders()
-    except (OSError, MemoryError) as error:
-        unflushed = error
-    for fd, writes in opened:
-        if unflushed is None:
-            failures += _publish_shard(disk, fd, writes, sync=sync)
-        else:
-            failures += [_take_back(disk, write, unflushed) for write in writes]
-        disk.close_quietly(fd)
-    return failures
+        return _publish_shard(disk, shard_fd, wave, sync=sync)
+    except (OSError, MemoryError) as error:  # of flush_folders: nothing is renamed yet
+        return [_take_back(disk, write, error) for write in wave]
+    finally:
+        disk.close_quietly(shard_fd)
 
 
 def _publish_shard(disk: Directory, shard_fd: int, writes: Sequence[Write], *, sync: bool) -> list[PublishFailure]:

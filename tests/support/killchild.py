@@ -18,7 +18,7 @@ def say(line: str) -> None:
 
 def main(directory: Path, mode: str) -> None:
     cap = 6 * FILE_BYTES if mode == "evict" else 1 << 24
-    with Rig(directory, cap_bytes=cap, writers=2, readers=1, touch_every_s=0.0, free_every_s=1000.0) as rig:
+    with Rig(directory, cap_bytes=cap, writers=2, committers=1, readers=1, touch_every_s=0.0, free_every_s=1000.0) as rig:
         if mode in ("write", "evict"):
             batches = [rig.chain(2, tail=5), rig.chain(1, seed=1)]
             batches += [rig.chain(3, seed=2)] if mode == "evict" else []
