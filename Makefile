@@ -2,16 +2,17 @@
 #   PYTHON=...       the interpreter to build on (>= 3.11)
 #   TORCH=...        another torch: a requirement such as "torch==2.12.*", or "system" for the one the interpreter has
 #   ALLOW_CUDA=1     take the CUDA build of torch on a machine without an NVIDIA device
-#   ARGS=...         added to the target's command
+#   ARGS=...         added to the target's command; for `make test`, pytest's: paths, -k, -x, ...
+#   LANES=...        test processes side by side in `make test` (2)
 SHELL = /bin/sh
 PYTHON ?= python3
 TORCH ?=
 ALLOW_CUDA ?=
 ARGS ?=
+LANES ?= 2
 PY = .venv/bin/python
-SHORT = not long and not gpu
 PACKAGES = -p kvalet.runtime -p kvalet.sched -p kvalet.store -p kvalet.api -p kvalet.loadtest
-export PYTHON TORCH ALLOW_CUDA
+export PYTHON TORCH ALLOW_CUDA LANES
 export PYTHONSAFEPATH = 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
@@ -39,10 +40,7 @@ demo: setup
 	@.ci/stage "demo" $(PY) -m kvalet demo $(ARGS)
 
 test: setup setup-notorch
-	@.ci/stage "tests of sched and store, where torch cannot be imported" \
-		.venv-notorch/bin/python -m pytest -q -m "$(SHORT)" tests/sched tests/store $(ARGS)
-	@.ci/stage "all other tests" \
-		$(PY) -m pytest -q -m "$(SHORT)" --ignore=tests/sched --ignore=tests/store --durations=15 $(ARGS)
+	@$(PY) .ci/run_tests.py $(ARGS)
 
 test-long: setup
 	@.ci/stage "long tests" $(PY) -m pytest -q -m long --durations=15 $(ARGS)
