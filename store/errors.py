@@ -13,3 +13,7 @@ class StoreRefused(StoreError):
 
 class StoreLocked(StoreRefused):
     """Another process (or another opener in this one) holds the store."""
+
+
+class StoreNewer(StoreRefused):
+    """A later version of kvalet made the store."""

@@ -38,6 +38,11 @@ def digest(data: bytes | memoryview) -> bytes:
     return xxhash.xxh3_128_digest(data)
 
 
+def running_digest() -> xxhash.xxh3_128:
+    """The same digest, fed piece by piece with ``update`` and read with ``digest``."""
+    return xxhash.xxh3_128()
+
+
 @dataclass(frozen=True, slots=True)
 class Geometry:
     """What page bytes mean to this store. ``page_bytes`` <= ``page_stride`` (the padding up to 4096 is stored too)."""

@@ -17,7 +17,7 @@ from contextlib import ExitStack
 
 from kvalet.store import layout
 from kvalet.store.config import StoreConfig
-from kvalet.store.errors import StoreLocked, StoreRefused
+from kvalet.store.errors import StoreLocked, StoreNewer, StoreRefused
 from kvalet.store.fileio import CREATE_FLAGS, READ_FLAGS
 from kvalet.store.header import FORMAT_VERSION, digest
 from kvalet.store.ids import Identity
@@ -85,7 +85,7 @@ def take_lock(path: str, root_fd: int) -> int:
     return fd
 
 
-def _read_small(root_fd: int, name: str, limit: int = STORE_LIMIT) -> bytes | None:
+def read_small(root_fd: int, name: str, limit: int = STORE_LIMIT) -> bytes | None:
     """Contents of a regular file of ours, at most ``limit`` bytes; None if it does not exist."""
     try:
         fd = os.open(name, READ_FLAGS, dir_fd=root_fd)
@@ -118,7 +118,7 @@ def _write_small(root_fd: int, name: str, data: bytes) -> None:
 
 
 def store_file(path: str, root_fd: int) -> tuple[bytes, bool]:
-    data = _read_small(root_fd, layout.STORE_FILE)
+    data = read_small(root_fd, layout.STORE_FILE)
     if data is None:
         store_id = os.urandom(16)
         _write_small(root_fd, layout.STORE_FILE, store_line(store_id, int(time.time())))
@@ -133,13 +133,13 @@ def store_line(store_id: bytes, created_s: int) -> bytes:
 
 
 def parse_store_line(path: str, data: bytes) -> bytes:
-    """The store id. StoreRefused if the line is damaged or from a newer version."""
+    """The store id. StoreRefused if the line is damaged, StoreNewer if a later version wrote it."""
     match = re.fullmatch(rb"(\{.*\}) ([0-9a-f]{32})\n", data)
     if not match or digest(match[1]).hex().encode() != match[2]:
         raise StoreRefused(f"The file STORE in {path!r} is damaged; nothing was changed. Restore it or use a new directory.")
     fields = json.loads(match[1])
     if fields["format"] != FORMAT_VERSION:
-        raise StoreRefused(f"The store {path!r} has format {fields['format']}; this kvalet reads format {FORMAT_VERSION}.")
+        raise StoreNewer(f"The store {path!r} has format {fields['format']}; this kvalet reads format {FORMAT_VERSION}.")
     return bytes.fromhex(fields["store_id"])
 
 
@@ -147,7 +147,7 @@ def identity_file(path: str, root_fd: int, identity: Identity) -> list[str]:
     """Which fields of the identity differ from those of the last opening ("kv_dtype: bf16 -> fp32"); informational. Chunks
     of another identity have other keys, so they are not found; they stay until they are the least recent. Then the file is
     brought up to date. A damaged or missing IDENTITY names no field."""
-    data = _read_small(root_fd, layout.IDENTITY_FILE, IDENTITY_LIMIT)
+    data = read_small(root_fd, layout.IDENTITY_FILE, IDENTITY_LIMIT)
     now = json.dumps(dict(identity.fields), sort_keys=True).encode()
     if data == now:
         return []
@@ -165,7 +165,7 @@ def identity_file(path: str, root_fd: int, identity: Identity) -> list[str]:
 
 def secret_file(path: str, root_fd: int, *, created: bool) -> bytes:
     """Made with the store. If it was lost, a new one is made: nothing stored under the old one is ever found again."""
-    data = _read_small(root_fd, layout.SECRET_FILE)
+    data = read_small(root_fd, layout.SECRET_FILE)
     if data is None:
         if not created:
             log.warning("store %r: SECRET is missing; a new one is made, and what was stored before will not be used", path)
