@@ -1,8 +1,8 @@
 """Attention of decodes over the contiguous copies of the arena: per sheet one batched product for all its rows.
 
 Scores are q @ K^T (K lies transposed), masked by length, softmax, @ V. A row without a copy is attended to by the same
-functions at the same capacity, from its pages: equal bits. Prefill pieces and forced runs go through ``attn_blocked`` or
-``attn_torch``.
+functions at the same capacity, from its pages: equal bits where the bits count (``whole_capacity``). Prefill pieces and forced
+runs go through ``attn_blocked`` or ``attn_torch``.
 """
 
 from __future__ import annotations
@@ -15,18 +15,22 @@ from kvalet.runtime.arena import Copy, Sheet, capacity_for
 from kvalet.runtime.attn_blocked import BlockedAttention, prefill_attention
 from kvalet.runtime.attn_torch import SegmentAttention
 from kvalet.runtime.batch import Batch, Span
+from kvalet.runtime.geometry import round_up
 from kvalet.runtime.kvpool import KVPool
 from torch import Tensor
 
 FEW_ROWS = 2
 """Up to so many rows, appending through views made once a step is faster than indexing in each layer."""
 
+REACH_STEP = 64
+"""Tokens to which the longest row of a sheet is rounded up: what lies beyond is not read."""
+
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
     """Attention of one new token a row: [rows, q_heads * dim].
 
-    ``q`` [rows, q_heads, dim], ``keys`` [rows, kv_heads, dim, capacity], ``values`` [rows, kv_heads, capacity, dim], additive
-    ``mask`` [rows * kv_heads, q_heads / kv_heads, capacity]."""
+    ``q`` [rows, q_heads, dim], ``keys`` [rows, kv_heads, dim, capacity], ``values`` [rows, kv_heads, capacity, dim] (views of
+    longer ones will do), additive ``mask`` [rows * kv_heads, q_heads / kv_heads, capacity]."""
     rows, kv_heads, dim, capacity = keys.shape
     scores = torch.baddbmm(mask, q.reshape(rows * kv_heads, -1, dim), keys.view(rows * kv_heads, dim, capacity), alpha=scale)
     weights = torch.softmax(scores, -1)
@@ -43,7 +47,7 @@ def length_mask(lengths: Sequence[int], capacity: int, kv_heads: int, group: int
 class _SheetDecodes:
     """The call's decodes whose copies are in one sheet; ``members`` in order of slot, one after the other in the call."""
 
-    def __init__(self, sheet: Sheet, members: Sequence[tuple[Span, Copy]], group: int) -> None:
+    def __init__(self, sheet: Sheet, members: Sequence[tuple[Span, Copy]], group: int, whole_capacity: bool) -> None:
         slots = [copy.slot for _, copy in members]
         positions = [span.segment.start for span, _ in members]
         self._sheet = sheet
@@ -54,7 +58,8 @@ class _SheetDecodes:
         for slot, position in zip(slots, positions, strict=True):
             lengths[slot - self._low] = position + 1
         kv_heads, dim = sheet.keys.shape[2], sheet.keys.shape[3]
-        self._mask = length_mask(lengths, sheet.capacity, kv_heads, group, sheet.keys.dtype)
+        self._reach = sheet.capacity if whole_capacity else min(sheet.capacity, round_up(max(lengths), REACH_STEP))
+        self._mask = length_mask(lengths, self._reach, kv_heads, group, sheet.keys.dtype)
         self._scale = dim**-0.5
         self._slots, self._positions = torch.tensor(slots), torch.tensor(positions)
         self._places = (
@@ -76,12 +81,13 @@ class _SheetDecodes:
         else:
             keys[self._slots, :, :, self._positions] = k
             values[self._slots, :, self._positions] = v
-        part = slice(self._low, self._high)
+        keys = keys[self._low : self._high, :, :, : self._reach]
+        values = values[self._low : self._high, :, : self._reach]
         if self._gaps is None:
-            return attend(q, keys[part], values[part], self._mask, self._scale)
+            return attend(q, keys, values, self._mask, self._scale)
         spread = q.new_zeros(self._high - self._low, *q.shape[1:])
         spread[self._gaps] = q
-        return attend(spread, keys[part], values[part], self._mask, self._scale)[self._gaps]
+        return attend(spread, keys, values, self._mask, self._scale)[self._gaps]
 
 
 class _LooseDecode:
@@ -117,8 +123,17 @@ class ArenaAttention:
 
     Decodes of one sheet must stand one after the other, in order of slot."""
 
-    def __init__(self, pool: KVPool, batch: Batch, new_kv: Tensor, copies: Sequence[Copy | None], group: int) -> None:
-        """``group``: query heads per KV head."""
+    def __init__(
+        self,
+        pool: KVPool,
+        batch: Batch,
+        new_kv: Tensor,
+        copies: Sequence[Copy | None],
+        group: int,
+        whole_capacity: bool = True,
+    ) -> None:
+        """``group``: query heads per KV head. ``whole_capacity``: a row's bits depend on its own length only (deterministic
+        mode). Without it a sheet is read only as far as its longest row of this call reaches: up to half the time."""
         self._pool, self._batch, self._copies = pool, batch, copies
         self._new = new_kv[:, :, : batch.n]
         self._parts: list[_SheetDecodes | _LooseDecode | SegmentAttention | BlockedAttention] = []
@@ -130,7 +145,7 @@ class ArenaAttention:
                 self._parts.append(_LooseDecode(pool, span, group))
             else:
                 self._parts.append(prefill_attention(pool, span, group))
-        self._parts += [_SheetDecodes(members[0][1].sheet, members, group) for members in by_sheet.values()]
+        self._parts += [_SheetDecodes(members[0][1].sheet, members, group, whole_capacity) for members in by_sheet.values()]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self._new[layer, 0] = k

@@ -69,7 +69,8 @@ class Forward:
         if sampling != sorted(sampling):
             back = torch.tensor(sampling).argsort()
             batch = replace(batch, sampled=batch.sampled[back], keep=None if pad_to else batch.sampled[back])
-        attention = ArenaAttention(self._pool, batch, self._new_kv, [copies[i] for i in order], self._group)
+        whole = self._config.deterministic
+        attention = ArenaAttention(self._pool, batch, self._new_kv, [copies[i] for i in order], self._group, whole)
         hidden = self._decoder.hidden(batch.ids, batch.positions, attention, batch.keep)
         attention.commit()
         logits = self._decoder.logits(hidden)
