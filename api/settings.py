@@ -6,7 +6,6 @@ themselves. An unknown key or a bad value stops the start; the sentence names ke
 
 from __future__ import annotations
 
-import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from kvalet.api.auth import key_name
 from kvalet.api.config import EngineConfig, ServerConfig
+from kvalet.api.sizes import parse_size
 from pydantic import BeforeValidator, Field, ValidationError
 from pydantic_settings import (
     BaseSettings,
@@ -30,24 +30,12 @@ PREFIX = "KVALET_"
 DEFAULT_FILE = "kvalet.toml"
 OTHER_VARIABLES = frozenset({"KVALET_CONFIG", "KVALET_CACHE"})
 """Variables of ours that are no settings of the server."""
-UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-SIZE = re.compile(r"\s*(-?\d+(?:\.\d+)?)\s*([kmgt]i?|)b?\s*", re.IGNORECASE)
 ENGINE = EngineConfig()
 SERVER = ServerConfig()
 
 
 class BadSettings(Exception):
     """One sentence for the person who started the program."""
-
-
-def parse_size(value: Any) -> Any:
-    """ "2GiB", "500MB", "1.5 GB" or a number of bytes -> bytes. ValueError for other text; other types pass through."""
-    if not isinstance(value, str):
-        return value
-    match = SIZE.fullmatch(value)
-    if match is None:
-        raise ValueError(f"{value!r} is no size: write 2GiB, 500MB or a number of bytes")
-    return int(float(match[1]) * UNITS[match[2].lower()])
 
 
 def parse_list(value: Any) -> Any:
