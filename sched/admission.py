@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import islice
 
 from kvalet.runtime.plan import PageId
-from kvalet.sched import lifecycle, spill
+from kvalet.sched import lifecycle, resume, spill
 from kvalet.sched.board import Board
 from kvalet.sched.calls import calls_of
 from kvalet.sched.commands import Accept, Refuse
@@ -48,9 +48,11 @@ def submit(board: Board, spec: TurnSpec) -> None:
     max_tokens = min(spec.params.max_tokens, config.context_tokens - n_prompt, pool_tokens - n_prompt + 1)
     params = replace(spec.params, max_tokens=max_tokens)
     turn = Turn(spec, session, params, board.now, list(spec.prompt))
-    _recall(board, turn)
-    if config.deterministic:
-        turn.calls = calls_of(turn, config.deterministic_piece)
+    if session.name and not session.looked:
+        resume.load(board, session)
+    turn.recalled = session.loading is None
+    if turn.recalled:
+        _recall(board, turn)
     session.turns.add(turn.id)
     board.turns[turn.id] = turn
     board.counters.accepted += 1
@@ -80,8 +82,23 @@ def _refusal(board: Board, spec: TurnSpec) -> tuple[Refusal, str] | None:
     return None
 
 
+def go_on(board: Board, turn: Turn) -> None:
+    """Its session's records have been read, or it has waited long enough for them."""
+    turn.recalled = True
+    _recall(board, turn)
+    if not turn.blocked:
+        lifecycle.forget_want(board, turn)
+        lifecycle.remember_want(board, turn)
+
+
 def _recall(board: Board, turn: Turn) -> None:
     """What the session's history says about this prompt: where it diverges, which positions were decoded."""
+    _recall_branch(board, turn)
+    if board.config.deterministic:
+        turn.calls = calls_of(turn, board.config.deterministic_piece)
+
+
+def _recall_branch(board: Board, turn: Turn) -> None:
     nearest = turn.session.nearest(turn.spec.prompt, turn.spec.secret)
     if nearest is None or nearest[1] == 0:
         return
@@ -102,7 +119,7 @@ def settle(board: Board) -> None:
         wanted = short or _admit_queue(board)
         free = board.ledger.free
         if not wanted:
-            board.slot_wait_since = None
+            board.slot_wait_since = board.lines.pin_wait_since = None
             break
         _preempt_paused(board, wanted)
         spill.make_room(board, wanted, urgent=True)
@@ -188,7 +205,7 @@ def _admit_queue(board: Board) -> int:
             break  # an admitted turn beyond max_rows restores while others run; its row opens when one closes
         if stuck and (stuck[0].passed >= MAX_PASSES or board.ledger.free == 0):
             break
-        if turn.blocked:
+        if turn.blocked or not turn.recalled:
             continue
         considered += 1
         returns = _may_return(board, turn)

@@ -15,6 +15,7 @@ from kvalet.sched.commands import CancelTransfer, Command, UnpinDisk, WakeAt
 from kvalet.sched.config import SchedConfig
 from kvalet.sched.counters import Counters
 from kvalet.sched.events import TransferId
+from kvalet.sched.lines import LineBook
 from kvalet.sched.pages import PageLedger
 from kvalet.sched.ports import DiskView
 from kvalet.sched.prefix import Node, PageIndex
@@ -58,6 +59,7 @@ class Board:
         self.chunks = ChunkMap(config, disk)
         self.staging = RamBook(config.staging_slots, first=config.ram_slots)
         self.sessions = SessionBook(config.max_sessions)
+        self.lines = LineBook()
         self.turns: dict[TurnId, Turn] = {}
         self.rows: dict[RowId, Turn] = {}
         self.queue: list[Turn] = []

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kvalet.runtime.plan import PageId, SlotId
 from kvalet.sched.events import TransferId
+from kvalet.sched.session_state import SessionState
 from kvalet.sched.turns import Ended, Piece, Refusal, TurnId
 from kvalet.store.ids import ChunkKey, ChunkMeta, TailRef
+
+if TYPE_CHECKING:
+    from kvalet.store.record import Record
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +104,49 @@ class ReadTail(Command):
 
 @dataclass(frozen=True, slots=True)
 class WriteChunk(Command):
-    """Slot -> disk, durable. Answer: WriteDone or WriteFailed. Parents are asked for before their children."""
+    """Slot -> disk, durable. Answer: WriteDone or WriteFailed. Parents are asked for before their children. ``klass`` 2: a
+    checkpoint, which the store may refuse for its budget of the day ("budget"); 1: an eviction."""
 
     transfer: TransferId
     meta: ChunkMeta
     slot: SlotId
     klass: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class WriteRecord(Command):
+    """After all that it names is durable. Replaces the record of the same branch. Answer: RecordDone or RecordFailed."""
+
+    transfer: TransferId
+    record: Record
+    klass: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRecords(Command):
+    """Answer: one RecordsRead."""
+
+    transfer: TransferId
+    tenant: str
+    session: str
+    branches: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DropRecord(Command):
+    """Forget the record, after whatever is being written under its name. No answer."""
+
+    tenant: str
+    session: str
+    branch: str
+
+
+@dataclass(frozen=True, slots=True)
+class TellSession(Command):
+    """The answer to an ``AskSession``. ``state`` None: there is no room for one more session."""
+
+    request: int
+    state: SessionState | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +184,8 @@ class WakeAt(Command):
 
 @dataclass(frozen=True, slots=True)
 class Drained(Command):
-    """After BeginDrain: no turn runs and nothing is left to write. ``left_behind`` counts chunks that did not reach disk."""
+    """After BeginDrain: no turn runs and nothing is left to write. ``left_behind`` counts chunks that did not reach disk,
+    ``records_left`` branches of named sessions without a record that says all of them."""
 
     left_behind: int
+    records_left: int = 0

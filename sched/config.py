@@ -17,6 +17,9 @@ class SchedConfig:
     ``low_watermark``/``high_watermark``: shares of the pool; below low, spilling starts, and stops at high. The same pair of
     names with ``ram_`` for free or clean slots of the RAM tier.
     ``page_bytes``: bytes of one page in pool, slot and file; only reported (``TurnReport.bytes_from_ram``).
+    ``checkpoint_idle``: every session's chain is written to disk after each turn, at the lowest class; else only pinned ones'.
+    ``record_wait_s``: how long the turns of a session that was just opened wait for its records. ``pin_wait_s``: how long a
+    turn waits for the disk before pinned KV is given up where nothing else is left to evict (``lost_pinned_chunks``).
     At a bound: a full queue refuses (429), ``max_sessions`` forgets the least recently used idle session's name (its pages
     stay cached as long as they are not evicted).
     """
@@ -46,6 +49,9 @@ class SchedConfig:
     restore_deadline_s: float = 30.0
     max_preemptions: int = 5
     page_bytes: int = 0
+    checkpoint_idle: bool = False
+    record_wait_s: float = 2.0
+    pin_wait_s: float = 10.0
 
     def __post_init__(self) -> None:
         if self.lag not in (0, 1):

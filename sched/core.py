@@ -13,10 +13,25 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from kvalet.runtime.plan import StepPlan
-from kvalet.sched import admission, drain, invariants, lifecycle, persist, planner, restore, results, spill
+from kvalet.sched import (
+    admission,
+    checkpoint,
+    drain,
+    growth,
+    invariants,
+    lifecycle,
+    persist,
+    planner,
+    records,
+    restore,
+    results,
+    resume,
+    spill,
+)
 from kvalet.sched import events as ev
 from kvalet.sched.board import Board
 from kvalet.sched.commands import Command
@@ -37,7 +52,9 @@ class Core:
 
     def __init__(self, config: SchedConfig, disk: DiskView) -> None:
         self.config = config
-        self._board = Board(config, disk)
+        self._board = board = Board(config, disk)
+        board.sessions.may_forget = partial(records.may_forget, board)
+        board.sessions.on_forget = partial(records.forget, board)
         self._handlers: dict[type[ev.Event], Callable[[Any], None]] = {
             ev.Submit: self._submit,
             ev.Cancel: self._cancel,
@@ -45,6 +62,7 @@ class Core:
             ev.Unblocked: self._unblocked,
             ev.CloseSession: self._close_session,
             ev.ForkSession: self._fork_session,
+            ev.AskSession: self._ask_session,
             ev.StepDone: self._step_done,
             ev.DeviceFailed: self._device_failed,
             ev.CopyDone: self._copy_done,
@@ -53,6 +71,9 @@ class Core:
             ev.ReadFailed: self._read_failed,
             ev.WriteDone: self._write_done,
             ev.WriteFailed: self._write_failed,
+            ev.RecordDone: self._record_done,
+            ev.RecordFailed: self._record_failed,
+            ev.RecordsRead: self._records_read,
             ev.DiskGone: self._disk_gone,
             ev.Tick: self._tick,
             ev.BeginDrain: self._begin_drain,
@@ -68,10 +89,12 @@ class Core:
         board.counters.events += 1
         board.story.add("event", event)
         self._handlers[type(event)](event)
-        self._expire_restores()
+        self._expire()
         admission.settle(board)
         restore.pump(board)
         persist.pump(board)
+        checkpoint.pump(board)
+        records.pump(board)
         drain.pump(board)
         commands, board.out = board.out, []
         for command in commands:
@@ -151,6 +174,7 @@ class Core:
     def _close_session(self, event: ev.CloseSession) -> None:
         board = self._board
         session = board.sessions.close(event.tenant, event.session)
+        records.close(board, session, event.tenant, event.session)
         if session is None:
             return
         for turn_id in sorted(session.turns):
@@ -163,9 +187,10 @@ class Core:
                     board.index.demote(path[-1])
 
     def _fork_session(self, event: ev.ForkSession) -> None:
-        parent = self._board.sessions.find(event.tenant, event.parent)
-        if parent is not None:
-            self._board.sessions.fork(parent, event.tenant, event.child)
+        resume.fork(self._board, event)
+
+    def _ask_session(self, event: ev.AskSession) -> None:
+        resume.ask(self._board, event)
 
     # the device
 
@@ -227,11 +252,23 @@ class Core:
     def _write_failed(self, event: ev.WriteFailed) -> None:
         persist.on_failed(self._board, self._transfer(event), event.reason)
 
+    def _record_done(self, event: ev.RecordDone) -> None:
+        records.on_done(self._board, event)
+
+    def _record_failed(self, event: ev.RecordFailed) -> None:
+        records.on_failed(self._board, event)
+
+    def _records_read(self, event: ev.RecordsRead) -> None:
+        for turn in resume.on_read(self._board, event):
+            admission.go_on(self._board, turn)
+
     def _disk_gone(self, event: ev.DiskGone) -> None:
+        board = self._board
         for key in event.keys:
-            chunk = self._board.chunks.get(key)
+            chunk = board.chunks.get(key)
             if chunk is not None:
-                self._board.chunks.set_on_disk(chunk, self._board.disk.has(key))
+                board.chunks.set_on_disk(chunk, board.disk.has(key))
+        growth.on_gone(board, event.keys)
 
     def _requeue(self, turns: list[Turn]) -> None:
         for turn in turns:
@@ -242,10 +279,14 @@ class Core:
     def _tick(self, event: ev.Tick) -> None:
         """Nothing of its own: what time decides is looked at after every event."""
 
-    def _expire_restores(self) -> None:
-        for turn in self._board.rows.values():
-            if turn.restores and self._board.now >= turn.restore_until:
-                restore.cut_short(self._board, turn, 0, "deadline")
+    def _expire(self) -> None:
+        board = self._board
+        for turn in board.rows.values():
+            if turn.restores and board.now >= turn.restore_until:
+                restore.cut_short(board, turn, 0, "deadline")
+        if board.lines.loads:
+            for turn in resume.expire(board):
+                admission.go_on(board, turn)
 
     def _begin_drain(self, event: ev.BeginDrain) -> None:
         drain.begin(self._board, event.deadline)

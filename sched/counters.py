@@ -14,7 +14,9 @@ from kvalet.store.ram import RamStatistics
 class Counters:
     """Grow only. Chunks count whole chunks and tails alike; bytes are payload bytes as the events report them (pages where
     no event does: the loop knows a page's size). ``dropped``: device victims given up because no slot came free, and
-    chunks that RAM gave up to make room; ``lost_tokens`` by reason is in the reports of turns."""
+    chunks that RAM gave up to make room; ``lost_tokens`` by reason is in the reports of turns. ``checkpointed``: of the
+    written chunks, those that no eviction asked for. ``lost_pinned``: pinned ones given up because the disk did not take
+    them and a turn could not go on otherwise."""
 
     events: int = 0
     steps: int = 0
@@ -42,6 +44,14 @@ class Counters:
     prefix_hit_tokens: int = 0
     diverged_turns: int = 0
     stale_results: int = 0
+    written_records: int = 0
+    record_bytes: int = 0
+    record_failures: Counter[str] = field(default_factory=Counter)
+    read_records: int = 0
+    record_read_failures: Counter[str] = field(default_factory=Counter)
+    checkpointed_chunks: int = 0
+    checkpoint_refusals: Counter[str] = field(default_factory=Counter)
+    lost_pinned_chunks: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,9 @@
-"""The last minutes: running turns may finish until the deadline, then what is worth it goes to disk, most valuable first."""
+"""The last minutes: running turns may finish until the deadline, then what is worth it goes to disk, most valuable first; a
+branch's record goes when the branch is whole on disk, and at the end with what of it is."""
 
 from __future__ import annotations
 
-from kvalet.sched import lifecycle
+from kvalet.sched import lifecycle, records
 from kvalet.sched.board import Board
 from kvalet.sched.chunks import Chunk
 from kvalet.sched.commands import Drained
@@ -32,13 +33,15 @@ def pump(board: Board) -> None:
         return
     _link_leaves(board)
     left = _left(board)
+    records.sweep(board, every=False)
     if can_drain(board):
         for chunk in sorted(left, key=rank_chunk, reverse=True):
             if writing(board) >= MAX_WRITES:
                 break
             toward_disk(board, chunk)
     if not writing(board) and (not left or not board.disk.accepts_writes() or not _waits(board)):
-        _finish(board)
+        if not records.sweep(board, every=True):
+            _finish(board)
     elif board.now < board.write_retry_at and board.retry_wake != board.write_retry_at:
         board.retry_wake = board.write_retry_at
         board.wake(board.write_retry_at)
@@ -67,4 +70,4 @@ def _left(board: Board) -> list[Chunk]:
 def _finish(board: Board) -> None:
     board.drained = True
     _link_leaves(board)
-    board.out.append(Drained(len(_left(board))))
+    board.out.append(Drained(len(_left(board)), records.left(board)))

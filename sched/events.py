@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NewType
+from typing import TYPE_CHECKING, NewType
 
 from kvalet.runtime.plan import StepResult
 from kvalet.sched.turns import EndReason, TurnId, TurnSpec
 from kvalet.store.ids import ChunkKey
+
+if TYPE_CHECKING:
+    from kvalet.store.record import Record
 
 TransferId = NewType("TransferId", int)
 """Names one transfer (one chunk moving one way between two tiers). Never reused."""
@@ -60,6 +63,17 @@ class ForkSession(Event):
     parent: str
     child: str
     tenant: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class AskSession(Event):
+    """Answered by exactly one ``TellSession`` with the same ``request``, once the session's records are read if the disk has
+    some. ``pinned``: None only asks; else the session is pinned or unpinned first, and made if it is not there."""
+
+    request: int
+    session: str
+    tenant: str = ""
+    pinned: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +139,31 @@ class WriteFailed(Event):
 
     transfer: TransferId
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RecordDone(Event):
+    """The record is durable."""
+
+    transfer: TransferId
+    n_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RecordFailed(Event):
+    """The record before it, if there was one, still stands."""
+
+    transfer: TransferId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RecordsRead(Event):
+    """The records of a session, most recent first, as far as they could be read; ``failures``: why the others could not."""
+
+    transfer: TransferId
+    records: tuple[Record, ...] = ()
+    failures: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from kvalet.runtime.plan import PageId, RowId
-from kvalet.sched import restore, spill
+from kvalet.sched import growth, restore, spill
 from kvalet.sched.board import Board
 from kvalet.sched.calls import calls_of
 from kvalet.sched.commands import End, TouchDisk
 from kvalet.sched.matching import Match, give_up_partial, resident_match
 from kvalet.sched.prefix import Node, covers
 from kvalet.sched.record import account, final_report
-from kvalet.sched.session import Branch, Turn
+from kvalet.sched.session import Turn
 from kvalet.sched.states import TurnCause, TurnState
 from kvalet.sched.turns import Ended, EndReason
 
@@ -151,12 +151,12 @@ def _index_all(board: Board, turn: Turn, upto: int) -> Node:
     return last
 
 
-def release(board: Board, turn: Turn, upto: int) -> None:
+def release(board: Board, turn: Turn, upto: int) -> Node | None:
     """Give up every claim. Computed KV below ``upto`` stays cached in the index (of a slow reader as the first to leave);
-    what steps in flight may still touch is leased to them."""
+    what steps in flight may still touch is leased to them. Returns where that KV ends in the index."""
     restore.detach(board, turn)
     if turn.cursor is None:
-        return
+        return None
     assert turn.row is not None
     last = turn.cursor
     if turn.state is not TurnState.RESTORING:
@@ -182,6 +182,7 @@ def release(board: Board, turn: Turn, upto: int) -> None:
     turn.pending = 0
     turn.kv_high = max(turn.kv_high, turn.kv_len)
     turn.kv_len = turn.fed = 0
+    return last
 
 
 def _drop_source(board: Board, turn: Turn) -> None:
@@ -236,14 +237,14 @@ def end(board: Board, turn: Turn, reason: EndReason, message: str = "", reusable
     keep = len(turn.ids) if reusable is None else reusable
     fed_once = turn.state in (TurnState.PREFILLING, TurnState.DECODING, TurnState.PAUSED)
     kv_len = min(keep, turn.kv_len)
-    release(board, turn, keep)
+    last = release(board, turn, keep)
     board.move(turn, TurnCause.END)
     turn.session.turns.discard(turn.id)
     del board.turns[turn.id]
     if fed_once and kv_len >= turn.n_prompt and not board.device_lost:
-        decoded = (*turn.decoded, (turn.n_prompt, kv_len))
-        branch = Branch(tuple(turn.ids[:keep]), turn.n_prompt, kv_len, turn.spec.secret, decoded)
-        board.sessions.ended(turn.session, turn.replaces, branch)
+        growth.grown(board, turn, tuple(turn.ids[:keep]), kv_len, last)
+    else:
+        growth.not_grown(board, turn)
     for other in board.queue:
         other.older_ended = other.older_ended or other.order > turn.order
     board.counters.ended[reason.value] += 1

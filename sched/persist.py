@@ -11,6 +11,7 @@ from __future__ import annotations
 import heapq
 import math
 
+from kvalet.sched import records
 from kvalet.sched.board import Board
 from kvalet.sched.chunks import Chunk
 from kvalet.sched.commands import CopyOut, WriteChunk
@@ -29,6 +30,8 @@ MAX_RETRY_S = 30.0
 """The pause after a failed write doubles from the first to the second; a success ends it. Nobody wakes for a retry: it is
 made at the next event that finds writes due (a drain does wake)."""
 NOT_THE_DISKS_FAULT = frozenset({"cancelled", "ancestor"})
+EVICTION, CHECKPOINT = 1, 2
+"""Classes of a write."""
 
 
 def pump(board: Board) -> None:
@@ -46,7 +49,7 @@ def pump(board: Board) -> None:
     for chunk in heapq.nsmallest(MAX_CANDIDATES, candidates, key=rank_chunk):
         if due <= 0 or writing(board) >= MAX_WRITES:
             return
-        due -= toward_disk(board, chunk)
+        due -= toward_disk(board, chunk) is not None
 
 
 def writing(board: Board) -> int:
@@ -76,55 +79,62 @@ def _write_victim(board: Board) -> None:
         toward_disk(board, board.chunks.link(unit.leaf, board.now))
 
 
-def toward_disk(board: Board, chunk: Chunk) -> bool:
-    """One step on the way of ``chunk`` to disk: its first ancestor (or itself) that the disk lacks. Whether one began."""
+def first_missing(chunk: Chunk) -> Chunk:
+    """The first of the chunk's ancestors that the disk lacks, or the chunk itself."""
     missing = chunk
     while missing.parent is not None and not missing.parent.on_disk:
         missing = missing.parent
-    if missing.on_disk or missing.outgoing is not None or _given_up(missing):
-        return False
+    return missing
+
+
+def toward_disk(board: Board, chunk: Chunk, klass: int = EVICTION) -> Transfer | None:
+    """One step on the way of ``chunk`` to disk: its first ancestor (or itself) that the disk lacks. None if none began."""
+    missing = first_missing(chunk)
+    if missing.on_disk or missing.outgoing is not None or given_up(missing):
+        return None
     if missing.slot is not None:
-        _write(board, missing)
-        began = True
+        began: Transfer | None = _write(board, missing, klass)
+    elif missing.node is not None and board.under_way[TransferKind.PERSIST] == 0:
+        began = _copy_out(board, missing, klass)
     else:
-        alone = board.under_way[TransferKind.PERSIST] == 0
-        began = missing.node is not None and alone and _copy_out(board, missing)
-    if began:
+        began = None
+    if began is not None:
         missing.writes = missing.writes + 1 if missing.written_use == missing.last_use else 1
         missing.written_use = missing.last_use
     return began
 
 
-def _given_up(chunk: Chunk) -> bool:
+def given_up(chunk: Chunk) -> bool:
     """A disk smaller than what it is given evicts one chunk for the next: who was evicted is not written again and again,
     but only after it has been used again. A write that the disk failed does not count: the pause after it bounds those."""
     return chunk.writes >= MAX_WRITES_PER_USE and chunk.written_use == chunk.last_use
 
 
-def _write(board: Board, chunk: Chunk) -> None:
+def _write(board: Board, chunk: Chunk, klass: int) -> Transfer:
     assert chunk.slot is not None
     transfer = board.start_transfer(TransferKind.WRITE, chunk)
     board.chunks.book.hold(chunk.slot)
-    transfer.slot = chunk.slot
+    transfer.slot, transfer.klass = chunk.slot, klass
     board.advance(transfer, TransferCause.WRITE)
-    board.out.append(WriteChunk(transfer.id, board.chunks.meta(chunk), chunk.slot))
+    board.out.append(WriteChunk(transfer.id, board.chunks.meta(chunk), chunk.slot, klass))
+    return transfer
 
 
-def _copy_out(board: Board, chunk: Chunk) -> bool:
+def _copy_out(board: Board, chunk: Chunk, klass: int) -> Transfer | None:
     assert chunk.node is not None
     unit = unit_of(board, chunk.node)
     if any(board.step_leases(page) for page in unit.pages):
-        return False
+        return None
     slot = board.take_staging_slot()
     if slot is None:
-        return False
+        return None
     transfer = board.start_transfer(TransferKind.PERSIST, chunk)
-    transfer.slot, transfer.staging = slot, True
+    transfer.slot, transfer.staging, transfer.klass = slot, True, klass
     transfer.pages, transfer.n_pages = list(unit.pages), len(unit.pages)
     board.ledger.lease_all(unit.pages)
     board.advance(transfer, TransferCause.COPY)
     board.out.append(CopyOut(transfer.id, unit.pages, slot, n_tokens=len(unit.ids)))
-    return True
+    return transfer
 
 
 def on_copy_done(board: Board, transfer: Transfer) -> None:
@@ -134,7 +144,7 @@ def on_copy_done(board: Board, transfer: Transfer) -> None:
     assert transfer.slot is not None
     board.free_pages(transfer)
     board.advance(transfer, TransferCause.WRITE)
-    board.out.append(WriteChunk(transfer.id, board.chunks.meta(chunk), transfer.slot))
+    board.out.append(WriteChunk(transfer.id, board.chunks.meta(chunk), transfer.slot, transfer.klass))
 
 
 def on_write_done(board: Board, transfer: Transfer, event: WriteDone) -> None:
@@ -144,8 +154,11 @@ def on_write_done(board: Board, transfer: Transfer, event: WriteDone) -> None:
     board.counters.written_chunks += 1
     board.counters.written_bytes += event.n_bytes
     board.chunks.remember_tail(chunk)
+    board.counters.checkpointed_chunks += transfer.klass == CHECKPOINT
     board.chunks.set_on_disk(chunk, True)
     board.finish_transfer(transfer, TransferCause.COMPLETE)
+    records.on_durable(board, chunk.key)
+    records.taken(board, transfer.id)
 
 
 def on_failed(board: Board, transfer: Transfer, reason: str) -> None:
@@ -160,6 +173,8 @@ def on_failed(board: Board, transfer: Transfer, reason: str) -> None:
             at = at.parent
     if reason not in NOT_THE_DISKS_FAULT:
         chunk.writes = max(0, chunk.writes - 1)
-        board.write_failures += 1
-        board.write_retry_at = board.now + min(RETRY_S * 2 ** (board.write_failures - 1), MAX_RETRY_S)
+        if reason != "budget" or transfer.klass != CHECKPOINT:
+            board.write_failures += 1
+            board.write_retry_at = board.now + min(RETRY_S * 2 ** (board.write_failures - 1), MAX_RETRY_S)
     board.finish_transfer(transfer, TransferCause.FAIL)
+    records.refused(board, transfer.id, reason)

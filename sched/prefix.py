@@ -59,6 +59,11 @@ class Node:
         return self.end - len(self.ids)
 
     @property
+    def indexed(self) -> bool:
+        """Its page is still on the device (the index is closed under prefixes, so asking the parent is enough)."""
+        return self.parent is not None and self.parent.children.get(self.key) is self
+
+    @property
     def key(self) -> tuple[int, ...]:
         return self.ids + self.calls
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import deque
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from kvalet.runtime.plan import PageId, RowId, SamplingParams
 from kvalet.sched.prefix import Node, common_prefix
@@ -12,8 +14,17 @@ from kvalet.sched.transfer_record import Transfer
 from kvalet.sched.turns import TurnId, TurnReport, TurnSpec
 from kvalet.store.ids import ChunkKey
 
+if TYPE_CHECKING:
+    from kvalet.sched.events import TransferId
+    from kvalet.sched.lines import Line
+
 MAX_BRANCHES = 16
 """Branches kept per session; the least recently used is forgotten (its KV stays cached until it is evicted)."""
+
+
+def space_of(secret: bytes) -> bytes:
+    """8 bytes that tell a tenant's spaces (its salts) apart without telling the secret: what a record on disk may hold."""
+    return hashlib.blake2b(b"space", key=secret, digest_size=8).digest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +33,9 @@ class Branch:
 
     ``ids``: prompt and reusable answer. ``boundary``: where that turn's prompt ended. ``kv_len``: how much of it had KV.
     ``decoded``: position ranges [start, end) that decode steps computed, in order; an empty range marks a place where a
-    prefill piece ended all the same (deterministic mode cuts there again).
+    prefill piece ended all the same (deterministic mode cuts there again). ``id``: 16 hex, the same as the branch grows
+    ("" where nothing below names it). ``parent``: the branch that it left at token ``fork_at``. ``space``: ``space_of`` the
+    secret; a branch that a record brought back has no secret and is known by its space.
     """
 
     ids: tuple[int, ...]
@@ -30,31 +43,53 @@ class Branch:
     kv_len: int
     secret: bytes
     decoded: tuple[tuple[int, int], ...] = ()
+    id: str = ""
+    parent: str = ""
+    fork_at: int = 0
+    space: bytes = b""
+
+    def __post_init__(self) -> None:
+        if not self.space:
+            object.__setattr__(self, "space", space_of(self.secret))
 
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """``branches``: least recently used first. ``turns``: live turns. ``name`` "" = recognised by its prefix only."""
+    """``branches``: least recently used first. ``turns``: live turns. ``name`` "" = recognised by its prefix only.
+
+    ``lines``: what the disk holds of each branch, by branch id. ``pinned``: never lost, still spillable. ``looked``: the disk
+    was asked for its records. ``loading``: the read of these; its turns wait in the queue until it ends, or ``load_until``.
+    ``closed``: nothing may be written for it any more.
+    """
 
     tenant: str
     name: str
     branches: list[Branch] = field(default_factory=list)
     turns: set[TurnId] = field(default_factory=set)
+    lines: dict[str, Line] = field(default_factory=dict)
+    pinned: bool = False
+    looked: bool = False
+    loading: TransferId | None = None
+    load_until: float = 0.0
+    closed: bool = False
 
     def nearest(self, ids: tuple[int, ...], secret: bytes) -> tuple[Branch, int] | None:
         """The branch that shares most ids with ``ids``, and how many; the most recent of equals."""
         best: tuple[Branch, int] | None = None
+        space = space_of(secret)
         for branch in reversed(self.branches):
-            if branch.secret == secret:
+            if branch.space == space:
                 shared = common_prefix(branch.ids, ids)
                 if best is None or shared > best[1]:
                     best = (branch, shared)
         return best
 
     def extend(self, old: Branch | None, new: Branch) -> None:
-        """``new`` takes the place of ``old`` (if it still stands there) and is the most recent."""
+        """``new`` takes the place of ``old`` (if it still stands there), or of a branch with its id, and is the most recent."""
         if old in self.branches:
             self.branches.remove(old)
+        if new.id:
+            self.branches = [branch for branch in self.branches if branch.id != new.id]
         self.branches.append(new)
         del self.branches[:-MAX_BRANCHES]
 
@@ -78,7 +113,9 @@ class Turn:
     ids: list[int]
     state: TurnState = TurnState.QUEUED
     branch: Branch | None = None
-    """The line of history nearest to the prompt; ``replaces``: the same, if the prompt goes on from its boundary."""
+    """The line of history nearest to the prompt; ``replaces``: the same, if the prompt goes on from its boundary.
+    ``recalled`` False: the session's records are still being read."""
+    recalled: bool = True
     replaces: Branch | None = None
     decoded: list[tuple[int, int]] = field(default_factory=list)
     calls: tuple[int, ...] = ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Iterator
 from itertools import islice
 
 from kvalet.sched.session import Branch, Session
@@ -15,11 +16,13 @@ def _prefix_name(branch: Branch) -> bytes:
 
 
 class SessionBook:
-    """Open sessions, least recently used first. Bound: ``max_sessions``; beyond it the least recently used session without
-    live turns is forgotten, and if all have some, ``open`` answers None."""
+    """Open sessions, least recently used first. Bound: ``max_sessions``; beyond it the least recently used session that
+    ``may_forget`` lets go is forgotten (``on_forget`` is told), and if there is none, ``open`` answers None."""
 
     def __init__(self, max_sessions: int) -> None:
         self._max = max_sessions
+        self.may_forget: Callable[[Session], bool] = lambda session: not session.turns
+        self.on_forget: Callable[[Session], None] = lambda session: None
         self._named: dict[tuple[str, str], Session] = {}
         self._nameless: dict[int, Session] = {}
         self._by_prefix: dict[bytes, Session] = {}
@@ -28,14 +31,14 @@ class SessionBook:
     def __len__(self) -> int:
         return len(self._named) + len(self._nameless)
 
+    def __iter__(self) -> Iterator[Session]:
+        yield from self._named.values()
+        yield from self._nameless.values()
+
     def open(self, spec: TurnSpec) -> Session | None:
         """The session of this request: by name, else by the longest boundary that its ids begin with, else a new one."""
         if spec.session:
-            found = self._named.pop((spec.tenant, spec.session), None)
-            if found is None and not self._make_room():
-                return None
-            session = self._named[(spec.tenant, spec.session)] = found or Session(spec.tenant, spec.session)
-            return session
+            return self.open_named(spec.tenant, spec.session)
         session_or_none = self._recognise(spec)
         if session_or_none is None:
             if not self._make_room():
@@ -45,6 +48,14 @@ class SessionBook:
             del self._nameless[id(session_or_none)]
         self._nameless[id(session_or_none)] = session_or_none
         return session_or_none
+
+    def open_named(self, tenant: str, name: str) -> Session | None:
+        """The session of that name, used now; a new one if there is none; None if there is no room for it."""
+        found = self._named.pop((tenant, name), None)
+        if found is None and not self._make_room():
+            return None
+        session = self._named[(tenant, name)] = found or Session(tenant, name)
+        return session
 
     def find(self, tenant: str, name: str) -> Session | None:
         return self._named.get((tenant, name))
@@ -59,7 +70,7 @@ class SessionBook:
             if not self._make_room():
                 return False
             session = self._named[(tenant, child)] = Session(tenant, child)
-        for branch in parent.branches:
+        for branch in list(parent.branches):
             session.extend(branch, branch)
         return True
 
@@ -97,13 +108,15 @@ class SessionBook:
         if len(self) < self._max:
             return True
         for key, session in islice(self._named.items(), self._max):
-            if not session.turns:
+            if self.may_forget(session):
                 del self._named[key]
+                self.on_forget(session)
                 return True
         for number, session in self._nameless.items():
-            if not session.turns:
+            if self.may_forget(session):
                 self._forget_prefixes(session)
                 del self._nameless[number]
+                self.on_forget(session)
                 return True
         return False
 

@@ -66,13 +66,13 @@ def unit_of(board: Board, leaf: Node) -> Unit:
     return Unit(leaf, tuple(removable), pages, ids, at.chunk, rank_pages(leaf))
 
 
-def pick_victim(board: Board) -> Unit | None:
+def pick_victim(board: Board, *, spare_pinned: bool = False) -> Unit | None:
     """The lowest-ranked leaf that can leave now: nobody stands on it, no transfer works on it, no step touches it. One that a
-    queued turn wants goes only when there is no other."""
+    queued turn wants goes only when there is no other. ``spare_pinned``: none that ends a piece of a pinned session."""
 
     def can_leave(leaf: Node) -> bool:
         busy = leaf.pins or (leaf.chunk is not None and leaf.chunk.outgoing is not None)
-        return not busy and not board.step_leases(leaf.page)
+        return not busy and not board.step_leases(leaf.page) and not (spare_pinned and _is_pinned(board, leaf.chunk))
 
     leaf = board.index.ranking.least(lambda leaf: not leaf.wanters and can_leave(leaf)) or board.index.ranking.least(can_leave)
     return None if leaf is None else unit_of(board, leaf)
@@ -86,9 +86,13 @@ def coming_free(board: Board) -> int:
 def make_room(board: Board, wanted: int, *, urgent: bool) -> None:
     """Evict until ``wanted`` pages are free or coming free. ``urgent``: somebody waits for them, so that victims which find
     no slot in time are dropped; else they stay."""
-    waited = False
+    waited = spare = last_resort = False
     while board.ledger.free + coming_free(board) < wanted:
-        unit = pick_victim(board)
+        unit = pick_victim(board, spare_pinned=True) if spare else pick_victim(board)
+        if unit is None and spare:
+            waited = True
+            spare, last_resort = False, _pins_waited_enough(board)
+            unit = pick_victim(board) if last_resort else None
         if unit is None:
             break
         if board.chunks.covered(unit.parent, unit.leaf.root.secret, unit.ids) or not board.chunks.can_link(unit.leaf):
@@ -98,10 +102,15 @@ def make_room(board: Board, wanted: int, *, urgent: bool) -> None:
         slot = _slot_for(board, unit)
         if not isinstance(slot, NoSlot):
             _start_spill(board, unit, slot)
-            board.slot_wait_since = None
+            board.slot_wait_since = board.lines.pin_wait_since = None
         elif not urgent:
             break
         elif slot is NoSlot.NEVER or _waited_enough(board):
+            if _is_pinned(board, unit.leaf.chunk):
+                if not last_resort:
+                    spare = True  # pinned KV is not dropped while there is anybody else
+                    continue
+                board.counters.lost_pinned_chunks += 1
             board.counters.dropped_chunks += 1
             board.counters.dropped_pages += len(unit.nodes)
             _remove(board, unit)
@@ -117,6 +126,20 @@ def _waited_enough(board: Board) -> bool:
         board.slot_wait_since = board.now
         board.wake(board.now + board.config.slot_wait_s)
     return board.now >= board.slot_wait_since + board.config.slot_wait_s
+
+
+def _is_pinned(board: Board, chunk: Chunk | None) -> bool:
+    """A pinned session's chain goes through it."""
+    return chunk is not None and chunk.key in board.lines.pinned
+
+
+def _pins_waited_enough(board: Board) -> bool:
+    """Nothing but pinned KV is left to evict, and the disk has not taken it for ``pin_wait_s``: then turns come first."""
+    lines = board.lines
+    if lines.pin_wait_since is None:
+        lines.pin_wait_since = board.now
+        board.wake(board.now + board.config.pin_wait_s)
+    return board.now >= lines.pin_wait_since + board.config.pin_wait_s
 
 
 def _remove(board: Board, unit: Unit) -> None:
@@ -140,7 +163,7 @@ def _slot_for(board: Board, unit: Unit) -> SlotId | NoSlot:
 
     victim = board.chunks.in_ram.least((RamClass.CLEAN, RamClass.SHADOWED), unheld)
     if victim is None and not can_drain(board):
-        victim = board.chunks.in_ram.least((RamClass.ONLY,), unheld)
+        victim = board.chunks.in_ram.least((RamClass.ONLY,), lambda chunk: unheld(chunk) and not _is_pinned(board, chunk))
         if victim is None:
             return NoSlot.WAIT
         if rank_chunk(victim) >= unit.rank:

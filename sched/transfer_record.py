@@ -69,6 +69,8 @@ class Transfer:
     """Pages it was to move; ``pages`` is empty once the leases are given up."""
     frees: int = 0
     """A spill: pages that come free if nobody stands on them again until it is done."""
+    klass: int = 1
+    """A write: 1 an eviction, 2 a checkpoint."""
     started_at: float = 0.0
     n_bytes: int = 0
     read_ms: float = 0.0

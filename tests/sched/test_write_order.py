@@ -6,7 +6,7 @@ import pytest
 from kvalet.sched import commands as cmd
 from kvalet.sched import events as ev
 from kvalet.sched.chunks import Chunk
-from kvalet.sched.persist import MAX_RETRY_S, MAX_WRITES, MAX_WRITES_PER_USE, RETRY_S, toward_disk
+from kvalet.sched.persist import EVICTION, MAX_RETRY_S, MAX_WRITES, MAX_WRITES_PER_USE, RETRY_S, toward_disk
 from kvalet.sched.policy import rank_chunk
 from schedworld import World, config
 
@@ -82,7 +82,7 @@ def test_a_child_is_asked_for_only_when_its_parent_is_durable() -> None:
     world.settle()
     seen = [w.meta.key for w in writes(world)]
     assert [w.meta.parent for w in writes(world)] == [world.config.identity, *seen[:-1]]
-    assert all(w.klass == 2 for w in writes(world))  # behind every read
+    assert all(w.klass == EVICTION for w in writes(world))  # behind the reads of turns, before any checkpoint
 
 
 def test_after_a_failed_write_the_pause_doubles_up_to_its_bound_and_a_success_ends_it() -> None:
@@ -188,7 +188,7 @@ def test_a_disk_that_evicts_what_it_is_given_gets_a_chunk_a_bounded_number_of_ti
     chunk = board.chunks.link(next(iter(board.index.leaves)), world.now)
     began = 0
     for _ in range(MAX_WRITES_PER_USE + 2):
-        began += toward_disk(board, chunk)
+        began += toward_disk(board, chunk) is not None
         world.feed(ev.Tick(world.now))
         outside_time(world)
     assert began == 1  # the disk has it: nothing to do
@@ -196,12 +196,12 @@ def test_a_disk_that_evicts_what_it_is_given_gets_a_chunk_a_bounded_number_of_ti
     for _ in range(MAX_WRITES_PER_USE + 2):
         world.store.entries.pop(chunk.key, None)
         world.feed(ev.DiskGone(world.now, (chunk.key,)))
-        began += toward_disk(board, chunk)
+        began += toward_disk(board, chunk) is not None
         world.feed(ev.Tick(world.now))
         outside_time(world)
     assert began == MAX_WRITES_PER_USE
     chunk.last_use += 1.0  # a turn uses it again: it has become worth another try
-    assert toward_disk(board, chunk)
+    assert toward_disk(board, chunk) is not None
 
 
 def test_evicting_what_ram_or_disk_cover_copies_nothing() -> None:
