@@ -21,6 +21,7 @@ from kvalet.api.tools import parse_tools
 from kvalet.loadtest.runner import Turn
 from kvalet.loadtest.workload import TOOLS
 from kvalet.runtime.gguf import GgufFile
+from kvalet.runtime.gguf_tensors import GgufTensors
 from kvalet.runtime.grammar import GrammarCache, Matcher
 from kvalet.runtime.model import Decoder
 from kvalet.runtime.plan import GrammarSpec
@@ -62,7 +63,9 @@ class PlainModel:
         file = GgufFile(path)
         try:
             self.spec = read_spec(file)
-            self._decoder = Decoder(self.spec, load_weights(file, self.spec, weights), self.spec.context)
+            self._decoder = Decoder(
+                self.spec, load_weights(GgufTensors(file, self.spec), self.spec, weights), self.spec.context
+            )
             self._grammars = GrammarCache(build_tokenizer(read_tokenizer(file)))
         finally:
             file.close()

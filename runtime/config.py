@@ -6,11 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 WEIGHTS_MODES = ("auto", "bf16", "fp32", "int4")
+LOAD_FORMATS = ("auto", "dummy")
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """``weights``: "fp32" and "bf16" dequantise; "int4" computes from the file's own 4-bit blocks, whatever the batch; "auto"
+    """``model``: a GGUF file or a Hugging Face folder. ``load_format``: "dummy" takes random weights of the folder's shape.
+
+    ``weights``: "fp32" and "bf16" dequantise; "int4" computes from the file's own 4-bit blocks, whatever the batch; "auto"
     is int4 for few rows and bf16 for many, as measured at start (under ``deterministic``, where one path must serve all, bf16;
     also where the file has no 4-bit blocks).
 
@@ -32,10 +35,13 @@ class EngineConfig:
     decode_rows: int = 16
     forced_runs: bool = False
     cache_dir: Path | None = None
+    load_format: str = "auto"
 
     def __post_init__(self) -> None:
         if self.weights not in WEIGHTS_MODES:
             raise ValueError(f"weights must be one of {', '.join(WEIGHTS_MODES)}, not {self.weights!r}")
+        if self.load_format not in LOAD_FORMATS:
+            raise ValueError(f"load_format must be one of {', '.join(LOAD_FORMATS)}, not {self.load_format!r}")
         if self.n_pages < 2:
             raise ValueError("n_pages must be at least 2: page 0 is scratch")
         if min(self.max_step_tokens, self.decode_rows) < 1 or min(self.arena_tokens, self.threads, self.context_tokens) < 0:

@@ -16,24 +16,23 @@ from kvalet.runtime.batch import Segment
 from kvalet.runtime.config import EngineConfig
 from kvalet.runtime.errors import EngineError
 from kvalet.runtime.forward import Forward
-from kvalet.runtime.gguf import GgufFile
-from kvalet.runtime.identity import identity_fields, weight_digest
+from kvalet.runtime.identity import identity_fields
 from kvalet.runtime.kvpool import KVPool
+from kvalet.runtime.loading import open_model
 from kvalet.runtime.model import Decoder
 from kvalet.runtime.plan import Row, RowId, RowResult, StepPlan, StepResult
 from kvalet.runtime.rows import GrammarSource, RowState, TextContext
 from kvalet.runtime.sampler import sample
-from kvalet.runtime.spec import ModelSpec, read_spec, read_tokenizer
+from kvalet.runtime.spec import ModelSpec
 from kvalet.runtime.threads import on_ending_thread
-from kvalet.runtime.tokenizer import Tokenizer, TokenizerArrays
-from kvalet.runtime.tokenizer_cache import load_tokenizer
+from kvalet.runtime.tokenizer import Tokenizer
 from kvalet.runtime.weights import load_weights
 from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model file turned into what computes, before there is a pool. ``identity``: the fields, see ``runtime.identity``."""
+    """A model turned into what computes, before there is a pool. ``identity``: the fields, see ``runtime.identity``."""
 
     spec: ModelSpec
     decoder: Decoder
@@ -44,7 +43,8 @@ class LoadedModel:
 
 
 def load_model(config: EngineConfig) -> LoadedModel:
-    """Read the file, make the weights and the tokenizer. Raises ModelError (one sentence) or TokenizerError (names the field).
+    """Read the file or folder, make the weights and the tokenizer. Raises ModelError (one sentence) or TokenizerError (names
+    the field).
 
     Sets the process's torch thread count: one engine per process. Computes on a thread that ends (``runtime.threads``).
     """
@@ -53,21 +53,12 @@ def load_model(config: EngineConfig) -> LoadedModel:
 
 def _load(config: EngineConfig) -> LoadedModel:
     torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
-    file = GgufFile(config.model)
-    try:
-        spec = read_spec(file)
-        head = file.head_bytes
-
-        def arrays() -> TokenizerArrays:
-            return read_tokenizer(file)
-
-        tokenizer = load_tokenizer(head, arrays, config.cache_dir)
+    with open_model(config.model, cache_dir=config.cache_dir, load_format=config.load_format) as files:
+        spec, tokenizer = files.spec, files.tokenizer
         mode = "bf16" if config.deterministic and config.weights == "auto" else config.weights
-        weights = load_weights(file, spec, mode)
-        digest = weight_digest(file, config.cache_dir)
-    finally:
-        file.close()
-    context = min(config.context_tokens or spec.context, spec.context)
+        weights = load_weights(files.source, spec, mode)
+        digest = files.weights_digest()
+    context = spec.served_context(config.context_tokens)
     fields = identity_fields(config, spec, weights=digest, path=weights.path, tokenizer=tokenizer.digest)
     decoder = Decoder(spec, weights, context + 1)
     return LoadedModel(spec, decoder, tokenizer, fields, context, weights.nbytes)

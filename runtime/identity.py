@@ -9,12 +9,15 @@ import contextlib
 import json
 import os
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 import xxhash
 from kvalet.runtime.config import EngineConfig
 from kvalet.runtime.gguf import GgufFile
+from kvalet.runtime.safetensors_files import SafetensorsTensors
 from kvalet.runtime.spec import ModelSpec
 
 LAYOUT_VERSION = "1"
@@ -25,28 +28,45 @@ ARITHMETIC = "2"
 prefill and another packing, both on processors without AMX."""
 
 CACHE_NAME = "weight-digests.json"
-CACHE_ENTRIES = 64
-"""Files remembered; beyond it the oldest entry goes."""
+CACHE_ENTRIES = 1024
+"""Files remembered (a large model has a hundred); beyond it the oldest entry goes."""
 
 
 def weight_digest(file: GgufFile, cache_dir: Path | None) -> str:
-    """xxh3-128 (hex) over names, shapes, types and bytes of all tensors, in order of name: 16 bytes of 100 MB take 10 ms, but a
-    model of 10 GB takes seconds, so it is cached by (device, inode, size, mtime in ns) of the file.
+    """xxh3-128 (hex) over names, shapes, types and bytes of all tensors, in order of name; cached, see ``cached_digest``."""
+
+    def compute() -> str:
+        state = xxhash.xxh3_128()
+        for name in sorted(file.tensors):
+            info = file.tensors[name]
+            state.update(f"{name}|{info.shape}|{info.kind.name}|".encode())
+            state.update(file.data(name).data)
+        digest: str = state.hexdigest()
+        return digest
+
+    return cached_digest(file.path, cache_dir, compute)
+
+
+def folder_digest(source: SafetensorsTensors, cache_dir: Path | None) -> str:
+    """The sum (modulo 2**128, hex) of its shards' digests, each cached by itself: other shards with the same tensors give the
+    same digest."""
+    digests = [cached_digest(path, cache_dir, partial(source.shard_digest, path)) for path in source.files]
+    return f"{sum(int(digest, 16) for digest in digests) % (1 << 128):032x}"
+
+
+def cached_digest(path: Path, cache_dir: Path | None, compute: Callable[[], str]) -> str:
+    """``compute()`` (32 hex digits), remembered by (device, inode, size, mtime in ns) of the file: 100 MB take 10 ms, a
+    model of 10 GB takes seconds.
 
     A cache that cannot be read or written is no error: the digest is computed.
     """
-    stat = os.stat(file.path)
+    stat = os.stat(path)
     key = f"{stat.st_dev}:{stat.st_ino}:{stat.st_size}:{stat.st_mtime_ns}"
     cache = None if cache_dir is None else cache_dir / CACHE_NAME
     entries = {} if cache is None else _read(cache)
     if key in entries:
         return entries[key]
-    state = xxhash.xxh3_128()
-    for name in sorted(file.tensors):
-        info = file.tensors[name]
-        state.update(f"{name}|{info.shape}|{info.kind.name}|".encode())
-        state.update(file.data(name).data)
-    digest: str = state.hexdigest()
+    digest = compute()
     if cache is not None:
         _write(cache, dict([*entries.items(), (key, digest)][-CACHE_ENTRIES:]))
     return digest
@@ -87,9 +107,18 @@ def numerics_family(config: EngineConfig, path: str) -> str:
     return family
 
 
+def describe_decoder(spec: ModelSpec) -> str:
+    """What the configuration, not the weights, decides about KV: heads, norms, windows, layers without rotation."""
+    text = f"heads={spec.n_q_heads} eps={spec.eps:.9g}"
+    if spec.window_layers:
+        text += f" window={spec.window} in {sorted(spec.window_layers)}"
+    return text + (f" nope in {sorted(spec.nope_layers)}" if spec.nope_layers else "")
+
+
 def identity_fields(config: EngineConfig, spec: ModelSpec, *, weights: str, path: str, tokenizer: bytes) -> dict[str, str]:
     """All fields, as text. ``weights``: ``weight_digest``; ``path``: see ``numerics_family``; ``tokenizer``: digest."""
     geometry = spec.geometry(config.kv_dtype)
+    rope = spec.rope.describe(spec.served_context(config.context_tokens))
     return {
         "model": spec.architecture,
         "weights": weights,
@@ -101,7 +130,8 @@ def identity_fields(config: EngineConfig, spec: ModelSpec, *, weights: str, path
         "page_tokens": str(geometry.page_tokens),
         "chunk_tokens": str(geometry.chunk_tokens),
         "page_stride_bytes": str(geometry.page_stride_bytes),
-        "rope": f"rotate-half base={spec.rope_base:g} dim={spec.head_dim} scale={spec.rope_scale:g}",
+        "rope": f"rotate-half dim={spec.head_dim} {rope}",
+        "decoder": describe_decoder(spec),
         "layout": LAYOUT_VERSION,
         "byte_order": sys.byteorder,
         "numerics": numerics_family(config, path),

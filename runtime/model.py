@@ -16,17 +16,17 @@ from torch import Tensor
 from torch.nn import functional
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer, q [n, q_heads, dim], k [n, kv_heads, dim], v like k) -> [n, q_heads * dim]; q and k are rotated."""
+"""(layer, q [n, q_heads, dim], k [n, kv_heads, dim], v like k) -> [n, q_heads * dim]; q and k are rotated if the layer is."""
 
 
 class Decoder:
     """One model's weights and forward pass. Holds no state of rows."""
 
     def __init__(self, spec: ModelSpec, weights: ModelWeights, positions: int) -> None:
-        """``positions``: how many the rope tables cover."""
+        """``positions``: how many the rope tables cover (one more than the context, for the surplus token)."""
         self.spec = spec
         self.weights = weights
-        self.rope = Rope(spec.head_dim, spec.rope_base, positions, spec.rope_scale, weights.rope_factors)
+        self.rope = Rope(spec.head_dim, spec.rope, positions, weights.rope_factors, positions - 1)
 
     def hidden(self, ids: Tensor, positions: Tensor, attend: Attend, keep: Tensor | None = None) -> Tensor:
         """Final normed states [kept, hidden] of the tokens ``ids`` int64 [n] at ``positions`` int64 [n].
@@ -36,9 +36,10 @@ class Decoder:
         """
         layers = self.weights.layers
         cos, sin = self.rope.at(positions)
+        nope = self.spec.nope_layers
         x = functional.embedding(ids, self.weights.embed)
         for number, layer in enumerate(layers):
-            attended = attend(number, *self._qkv(layer, x, cos, sin))
+            attended = attend(number, *self._qkv(layer, x, cos, sin, number not in nope))
             if number == len(layers) - 1 and keep is not None:
                 x, attended = x[keep], attended[keep]
             if x.shape[0]:
@@ -51,7 +52,9 @@ class Decoder:
             return hidden.new_empty(0, self.spec.vocab)
         return self.weights.head(hidden)
 
-    def _qkv(self, layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _qkv(
+        self, layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor, rotated_layer: bool = True
+    ) -> tuple[Tensor, Tensor, Tensor]:
         spec, n = self.spec, x.shape[0]
         qkv = layer.qkv(self._norm(x, layer.norm_in)).view(n, -1, spec.head_dim)
         n_rotated = spec.n_q_heads + spec.n_kv_heads
@@ -59,7 +62,8 @@ class Decoder:
         if layer.q_norm is not None and layer.k_norm is not None:
             q = self._norm(rotated[:, : spec.n_q_heads], layer.q_norm)
             rotated = torch.cat((q, self._norm(rotated[:, spec.n_q_heads :], layer.k_norm)), dim=1)
-        rotated = rotate(rotated, cos, sin)
+        if rotated_layer:
+            rotated = rotate(rotated, cos, sin)
         return rotated[:, : spec.n_q_heads], rotated[:, spec.n_q_heads :], v
 
     def _rest(self, layer: LayerWeights, x: Tensor, attended: Tensor) -> Tensor:

@@ -1,9 +1,11 @@
-"""The model's own tokenizer, rebuilt from the arrays of its GGUF file. Synchronous.
+"""The model's own tokenizer; from the arrays of a GGUF file here, from a folder's tokenizer.json in ``runtime.hf_tokenizer``.
+Synchronous.
 
-Byte-level BPE (GPT-2's) with the pre-tokenisers of ``_PRE_TOKENIZERS``; anything else is refused by name, because a tokenizer
-that is nearly right is worse than none. Control tokens (``<|im_start|>``) are one id each where they are meant and ordinary
-text where a user wrote them: ``allow_special`` says which. No id is ever added before or after a text; ``bos_id`` is the
-caller's.
+Of GGUF: byte-level BPE (GPT-2's) with the pre-tokenisers of ``_PRE_TOKENIZERS``; anything else is refused by name, because a
+tokenizer that is nearly right is worse than none.
+
+Control tokens (``<|im_start|>``) are one id each where they are meant and ordinary text where a user wrote them:
+``allow_special`` says which. No id is ever added before or after a text; ``bos_id`` is the caller's.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from enum import Enum
 from functools import cached_property
 from typing import cast
 
@@ -62,6 +65,19 @@ def _byte_alphabet() -> dict[int, int]:
 
 
 _BYTE_OF = _byte_alphabet()
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+SPACE = "▁"
+"""SentencePiece's mark for a space."""
+
+
+class Alphabet(Enum):
+    """What the text of a token stands for: GPT-2's letters for bytes; SentencePiece's ``▁`` and ``<0x0A>``; or, where a model
+    has no tokenizer, the id itself as a decimal number."""
+
+    BYTE_LEVEL = "byte-level"
+    METASPACE = "metaspace"
+    IDS = "ids"
+
 
 _PRE_TOKENIZERS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
     "smollm": lambda: pre_tokenizers.Sequence(
@@ -78,9 +94,19 @@ class Tokenizer:
     whose ``async_encode`` a server awaits. (Their plain ``encode`` holds the interpreter lock for as long as it runs.)
     """
 
-    def __init__(self, tokenizer_json: str, arrays_digest: bytes, *, bos_id: int | None, end_ids: frozenset[int]) -> None:
-        """``tokenizer_json``: as ``build_tokenizer`` made it. ``bos_id``: the id that a prompt begins with, None where the
-        model wants none. ``end_ids``: the ids that end a turn."""
+    def __init__(
+        self,
+        tokenizer_json: str,
+        arrays_digest: bytes,
+        *,
+        bos_id: int | None,
+        end_ids: frozenset[int],
+        alphabet: Alphabet = Alphabet.BYTE_LEVEL,
+        prefix_space: bool = False,
+    ) -> None:
+        """``tokenizer_json``: for the ``tokenizers`` package. ``bos_id``: the id that a prompt begins with, None where the
+        model wants none. ``end_ids``: the ids that end a turn. ``prefix_space``: a prompt that begins with text gets a space in
+        front of it."""
         self.fast = FastTokenizer.from_str(tokenizer_json)
         self.fast_text = FastTokenizer.from_str(tokenizer_json)
         self.fast_text.encode_special_tokens = True
@@ -88,8 +114,10 @@ class Tokenizer:
         self.digest = arrays_digest
         self.bos_id = bos_id
         self.end_ids = end_ids
-        self.vocab_size = self.fast.get_vocab_size(with_added_tokens=True)
+        self.alphabet = alphabet
+        self._prefix_space = prefix_space
         added = self.fast.get_added_tokens_decoder()
+        self.vocab_size = max(self.fast.get_vocab_size(with_added_tokens=True), *(token_id + 1 for token_id in added), 0)
         self.control_ids = {token.content: token_id for token_id, token in added.items() if token.special}
         """Control tokens: text -> id."""
         self._control = frozenset(self.control_ids.values())
@@ -100,6 +128,8 @@ class Tokenizer:
         """Ids of ``text``. ``allow_special``: control-token text becomes the control token; else it stays text, which is what
         text from a client needs. Releases the interpreter lock while it works."""
         fast = self.fast if allow_special else self.fast_text
+        if self._prefix_space and not (allow_special and self._control_pattern and self._control_pattern.match(text)):
+            text = _spaced(text)
         return fast.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def split_parts(self, parts: Sequence[tuple[str, bool]]) -> list[int | str]:
@@ -115,7 +145,7 @@ class Tokenizer:
             text = "".join(run)
             run.clear()
             if text:
-                pieces.append(text)
+                pieces.append(_spaced(text) if self._prefix_space and not pieces else text)
 
         for text, trusted in parts:
             cuts = self._control_pattern.split(text) if trusted and self._control_pattern is not None else [text]
@@ -170,7 +200,16 @@ class Tokenizer:
         text = self.fast.id_to_token(token_id) or ""
         if token_id in self._literal:
             return text.encode()
+        if self.alphabet is Alphabet.IDS:
+            return f"{text} ".encode()
+        if self.alphabet is Alphabet.METASPACE:
+            byte = _BYTE_TOKEN.fullmatch(text)
+            return bytes([int(byte[1], 16)]) if byte else text.replace(SPACE, " ").encode()
         return text.translate(_BYTE_OF).encode("latin-1")
+
+
+def _spaced(text: str) -> str:
+    return text if text.startswith((" ", SPACE)) else " " + text
 
 
 def _check(arrays: TokenizerArrays) -> None:

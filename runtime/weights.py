@@ -1,24 +1,24 @@
-"""The weights of a model, from the tensors of its file to what the decoder multiplies with.
+"""The weights of a model, from its tensors to what the decoder on the CPU multiplies with.
 
-Per layer q, k, v are one matrix and gate, up another, so that a layer is four products. q and k rows are brought from the
-file's interleaved rope order to rotate-half. The head is the embedding exactly when the file has no ``output.weight``.
+Per layer q, k, v are one matrix and gate, up another, so that a layer is four products. Peak memory is the weights once and one
+matrix more, beside the embedding, which a tied head holds a second time in the order of its product.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
-from kvalet.runtime import dequant
 from kvalet.runtime.calibrate import measured_switch_rows
 from kvalet.runtime.errors import ModelError
-from kvalet.runtime.gguf import GgufFile, TensorInfo
+from kvalet.runtime.gguf_tensors import GgufTensors
 from kvalet.runtime.linear import Int4, Int8, Int8Rows, Linear, Switched, dense_linear, integer_products
-from kvalet.runtime.spec import INTERLEAVED_ROPE, ModelSpec
+from kvalet.runtime.plain_weights import read_rope_factors, read_tensor, refuse_surplus, stacked_bias, stacked_matrix
+from kvalet.runtime.spec import ModelSpec
+from kvalet.runtime.tensor_source import EMBED, HEAD, NORM, PRODUCTS, TensorSource, columns_of, rows_of
 from torch import Tensor
 
-IGNORED = frozenset({"rope_freqs.weight"})
-"""Global tensors that are no matrix of the decoder: the rope factors are applied in ``rope``."""
+CPU = torch.device("cpu")
 
 
 @dataclass(slots=True)
@@ -70,149 +70,88 @@ class ModelWeights:
         return self.embed.nbytes + self.head.nbytes + sum(p.nbytes for p in products)
 
 
-def load_weights(file: GgufFile, spec: ModelSpec, mode: str) -> ModelWeights:
+def load_weights(source: TensorSource, spec: ModelSpec, mode: str) -> ModelWeights:
     """Weights for ``mode`` ("auto", "bf16", "fp32", "int4").
 
-    Raises ModelError for a missing, surplus or misshapen tensor, by name, and for "int4" where the file has no 4-bit blocks;
-    "auto" is then bf16.
+    Raises ModelError for a missing, surplus or misshapen tensor, by name, and for "int4" where there are no 4-bit blocks (only
+    GGUF files have them); "auto" is then bf16.
     """
-    loader = _Loader(file, spec)
-    quantised = loader.has_nibbles()
-    if mode == "int4" and not quantised:
-        raise ModelError(f"model file {file.path} holds no Q4_0 or Q4_1 matrices, so --weights int4 is not possible")
-    loader.path = "bf16" if mode == "auto" and not quantised else mode
-    weights = loader.load()
+    refuse_surplus(source)
+    blocks = source if isinstance(source, GgufTensors) and source.has_nibbles() else None
+    if mode == "int4" and blocks is None:
+        raise ModelError(f"{source.label} holds no Q4_0 or Q4_1 matrices, so --weights int4 is not possible")
+    path = "bf16" if mode == "auto" and blocks is None else mode
+    weights = _Loader(source, spec, path, blocks if path in ("int4", "auto") else None).load()
     weights.calibrate(spec.hidden)
-    surplus = sorted(file.tensors.keys() - loader.used - IGNORED)
-    if surplus:
-        raise ModelError(f"model file {file.path} has tensor {surplus[0]} ({len(surplus)} such), which is not supported")
     return weights
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Loader:
-    file: GgufFile
-    spec: ModelSpec
-    path: str = "bf16"
-    used: set[str] = field(default_factory=set)
+    """``blocks``: the file whose 4-bit blocks are computed with, None where none are."""
 
-    def has_nibbles(self) -> bool:
-        """All matrices of the layers can go through the int4 product."""
-        kinds = {i.kind for i in self.file.tensors.values() if i.name.startswith("blk.") and len(i.shape) == 2}
-        return bool(kinds) and kinds <= {dequant.Q4_0, dequant.Q4_1} and self.spec.hidden % 32 == 0
+    source: TensorSource
+    spec: ModelSpec
+    path: str
+    blocks: GgufTensors | None
 
     @property
     def dtype(self) -> torch.dtype:
         return torch.float32 if self.path == "fp32" else torch.bfloat16
 
-    def info(self, name: str, shape: tuple[int, ...]) -> TensorInfo:
-        info = self.file.tensors.get(name)
-        if info is None:
-            raise ModelError(f"model file {self.file.path} has no tensor {name}")
-        if info.shape != shape:
-            raise ModelError(f"tensor {name} of {self.file.path} has shape {list(info.shape)}, not {list(shape)}")
-        self.used.add(name)
-        return info
-
-    def values(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        info = self.info(name, shape)
-        return dequant.dequantize(self.file.data(name), info.kind, shape, name)
-
-    def vector(self, name: str, size: int) -> Tensor:
-        return self.values(name, (size,)).to(self.dtype)
-
-    def optional(self, name: str, size: int) -> Tensor | None:
-        return self.vector(name, size) if name in self.file.tensors else None
+    def tensor(self, role: str, *shape: int) -> Tensor:
+        return read_tensor(self.source, role, shape, self.dtype, CPU)
 
     def load(self) -> ModelWeights:
         spec = self.spec
-        table = self.values("token_embd.weight", (spec.vocab, spec.hidden))
-        embed = table.to(self.dtype)
-        own = None if spec.tied else self.values("output.weight", (spec.vocab, spec.hidden))
-        head = self.head(embed if own is None else own.to(self.dtype), table if own is None else own)
-        factors = self.file.tensors.get("rope_freqs.weight")
+        embed, head = self.tables()
         return ModelWeights(
             dtype=self.dtype,
             path=self.path,
             embed=embed,
-            layers=[self.layer(f"blk.{i}.") for i in range(spec.n_layers)],
-            norm=self.vector("output_norm.weight", spec.hidden),
+            layers=[self.layer(number) for number in range(spec.n_layers)],
+            norm=self.tensor(NORM, spec.hidden),
             head=head,
-            rope_factors=None if factors is None else self.values("rope_freqs.weight", (spec.head_dim // 2,)),
+            rope_factors=read_rope_factors(self.source, spec),
         )
 
-    def layer(self, prefix: str) -> LayerWeights:
-        spec = self.spec
-        q_width, kv_width = spec.n_q_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
-        heads = {"attn_q": (q_width, spec.n_q_heads), "attn_k": (kv_width, spec.n_kv_heads), "attn_v": (kv_width, 0)}
-        return LayerWeights(
-            norm_in=self.vector(prefix + "attn_norm.weight", spec.hidden),
-            qkv=self.product(prefix, heads, spec.hidden),
-            out=self.product(prefix, {"attn_output": (spec.hidden, 0)}, q_width),
-            norm_post=self.vector(prefix + "ffn_norm.weight", spec.hidden),
-            gate_up=self.product(prefix, {"ffn_gate": (spec.ffn, 0), "ffn_up": (spec.ffn, 0)}, spec.hidden),
-            down=self.product(prefix, {"ffn_down": (spec.hidden, 0)}, spec.ffn),
-            q_norm=self.optional(prefix + "attn_q_norm.weight", spec.head_dim),
-            k_norm=self.optional(prefix + "attn_k_norm.weight", spec.head_dim),
-        )
-
-    def product(self, prefix: str, parts: dict[str, tuple[int, int]], columns: int) -> Linear:
-        """One product of the stacked ``parts``: name -> (rows, heads whose rows are in interleaved order; 0: none)."""
-        interleaved = INTERLEAVED_ROPE[self.spec.architecture]
-        orders = {name: rope_order(rows, heads if interleaved else 0) for name, (rows, heads) in parts.items()}
-        bias = self.bias(prefix, parts, orders)
-        dense = None if self.path == "int4" else self.dense(prefix, parts, orders, columns, bias)
-        if self.path not in ("int4", "auto"):
-            assert dense is not None
-            return dense
-        int4 = self.int4(prefix, parts, orders, columns, bias)
-        return int4 if dense is None else Switched(int4, dense)
-
-    def dense(
-        self, prefix: str, parts: dict[str, tuple[int, int]], orders: dict[str, Tensor], columns: int, bias: Tensor | None
-    ) -> Linear:
-        stacked = [
-            self.values(f"{prefix}{name}.weight", (rows, columns))[orders[name]].to(self.dtype)
-            for name, (rows, _) in parts.items()
-        ]
-        return dense_linear(torch.cat(stacked) if len(stacked) > 1 else stacked[0], bias)
-
-    def int4(
-        self, prefix: str, parts: dict[str, tuple[int, int]], orders: dict[str, Tensor], columns: int, bias: Tensor | None
-    ) -> Linear:
-        quants, scales = [], []
-        for name, (rows, _) in parts.items():
-            info = self.info(f"{prefix}{name}.weight", (rows, columns))
-            q, scale_zero = dequant.int4_parts(self.file.data(info.name), info.kind, (rows, columns))
-            quants.append(q[orders[name]])
-            scales.append(scale_zero[:, orders[name]])
-        return Int4(torch.cat(quants), torch.cat(scales, dim=1), bias)
-
-    def bias(self, prefix: str, parts: dict[str, tuple[int, int]], orders: dict[str, Tensor]) -> Tensor | None:
-        """The stacked biases; zeros where only some parts have one; None where none has."""
-        names = [f"{prefix}{name}.bias" for name in parts]
-        if not any(name in self.file.tensors for name in names):
-            return None
-        stacked = []
-        for name, (part, (rows, _)) in zip(names, parts.items(), strict=True):
-            known = self.optional(name, rows)
-            stacked.append(torch.zeros(rows, dtype=self.dtype) if known is None else known[orders[part]])
-        return torch.cat(stacked)
-
-    def head(self, weight: Tensor, exact: Tensor) -> Linear:
-        if self.path in ("fp32", "bf16"):
-            return dense_linear(weight)
+    def tables(self) -> tuple[Tensor, Linear]:
+        """Embedding and head."""
+        shape = (self.spec.vocab, self.spec.hidden)
+        embed = self.tensor(EMBED, *shape)
+        role = EMBED if self.spec.tied else HEAD
+        own = embed if self.spec.tied else self.tensor(HEAD, *shape)
+        if self.blocks is None:
+            return embed, dense_linear(own)
+        exact = self.blocks.values(role, shape)
         if self.path == "auto" and integer_products():
-            return Int8Rows(exact)
+            return embed, Int8Rows(exact)
         int8 = Int8(exact)
+        return embed, int8 if self.path == "int4" else Switched(int8, dense_linear(own))
+
+    def layer(self, number: int) -> LayerWeights:
+        spec, at = self.spec, f"blk.{number}."
+        norms = [self.tensor(f"{at}{name}.weight", spec.hidden) for name in ("attn_norm", "ffn_norm")]
+        qk = [self.tensor(f"{at}{name}.weight", spec.head_dim) for name in ("attn_q_norm", "attn_k_norm") if spec.qk_norm]
+        return LayerWeights(
+            norm_in=norms[0],
+            norm_post=norms[1],
+            q_norm=qk[0] if qk else None,
+            k_norm=qk[1] if qk else None,
+            **{product: self.product(number, product) for product in PRODUCTS},
+        )
+
+    def product(self, number: int, product: str) -> Linear:
+        bias = stacked_bias(self.source, self.spec, number, product, self.dtype, CPU)
         if self.path == "int4":
-            return int8
-        return Switched(int8, dense_linear(weight))
+            return self.int4(number, product, bias)
+        dense = dense_linear(stacked_matrix(self.source, self.spec, number, product, self.dtype, CPU), bias)
+        return dense if self.blocks is None else Switched(self.int4(number, product, bias), dense)
 
-
-def rope_order(rows: int, interleaved_heads: int) -> Tensor:
-    """Order of rows that brings interleaved rope pairs (2i, 2i + 1) of each head to rotate-half (i, i + dim / 2)."""
-    order = torch.arange(rows)
-    if interleaved_heads:
-        order = order.view(interleaved_heads, -1, 2).transpose(1, 2).reshape(rows)
-    return order
+    def int4(self, number: int, product: str, bias: Tensor | None) -> Linear:
+        assert self.blocks is not None
+        columns = columns_of(self.spec, product)
+        found = [
+            self.blocks.int4(f"blk.{number}.{part}.weight", (rows_of(self.spec, part), columns)) for part in PRODUCTS[product]
+        ]
+        return Int4(torch.cat([q for q, _ in found]), torch.cat([s for _, s in found], dim=1), bias)

@@ -33,6 +33,7 @@ BROAD_EXCEPT = {
     "api/listener.py": "one connection's defect must not end the server",
     "api/metrics.py": "a figure's defect must not take the whole page",
     "api/template.py": "a chat template is a stranger's program",
+    "runtime/hf_tokenizer.py": "the tokenizers package raises a bare Exception for what it cannot parse",
     "runtime/transfer.py": "the copy thread's border: the copy must end",
     "sched/engine_thread.py": "the engine thread's border: the turns must end",
     "sched/in_flight.py": "a port that raises becomes a failed transfer",

@@ -43,7 +43,7 @@ def test_the_shipped_model_reads_as_described(model_path: Path) -> None:
     assert file.tensors["token_embd.weight"].kind.name == "Q8_0"
     assert {i.kind.name for i in file.tensors.values() if len(i.shape) == 2} == {"Q4_1", "Q8_0"}
     assert (spec.n_layers, spec.n_q_heads, spec.n_kv_heads, spec.head_dim) == (30, 9, 3, 64)
-    assert (spec.rope_base, spec.context, spec.vocab) == (100_000.0, 8192, 49_152)
+    assert (spec.rope.base, spec.context, spec.vocab) == (100_000.0, 8192, 49_152)
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.add_bos_token) == (1, 2, False)
     assert tokenizer.pre == "smollm"
     assert tokenizer.tokens[1:3] == ("<|im_start|>", "<|im_end|>")
@@ -114,7 +114,7 @@ def test_unknown_tensor_type_and_version_are_named(tiny: Path) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [
-        ("llama.rope.scaling.type", "yarn", "yarn"),
+        ("llama.rope.scaling.type", "longrope", "longrope"),
         ("llama.expert_count", 4, "expert_count 4"),
         ("llama.block_count", 0, "block_count = 0"),
     ],

@@ -14,11 +14,13 @@ from kvalet.runtime.attn_torch import PlainAttention
 from kvalet.runtime.batch import Segment, make_batch
 from kvalet.runtime.errors import ModelError
 from kvalet.runtime.gguf import GgufFile
+from kvalet.runtime.gguf_tensors import GgufTensors, rope_order
 from kvalet.runtime.kvpool import KVPool
 from kvalet.runtime.model import Decoder
 from kvalet.runtime.rope import Rope, rotate
+from kvalet.runtime.rope_spec import RopeSpec
 from kvalet.runtime.spec import read_spec
-from kvalet.runtime.weights import load_weights, rope_order
+from kvalet.runtime.weights import load_weights
 from tinymodel import Tiny
 
 IDS = [5, 17, 3, 42, 42, 8, 90, 11, 23, 61, 7, 0, 33, 70, 19, 2, 54, 28, 81, 36, 10, 9]
@@ -75,7 +77,7 @@ def logits(path: Path, mode: str, ids: list[int]) -> np.ndarray:
     """The decoder's logits of all positions, float64."""
     file = GgufFile(path)
     spec = read_spec(file)
-    decoder = Decoder(spec, load_weights(file, spec, mode), 256)
+    decoder = Decoder(spec, load_weights(GgufTensors(file, spec), spec, mode), 256)
     pool = KVPool(spec.geometry("fp32" if mode == "fp32" else "bf16"), 8)
     new_kv = torch.empty(spec.n_layers, 2, 64, spec.n_kv_heads, spec.head_dim, dtype=pool.pages.dtype)
     batch = make_batch([Segment(1, 0, tuple(ids), (3, 1, 5), False, True)], 16, pad_to=len(ids))
@@ -148,7 +150,7 @@ def test_missing_surplus_and_misshapen_tensors_are_named(tmp_path: Path, change:
     tinymodel.write(path, Tiny(), change)
     file = GgufFile(path)
     with pytest.raises(ModelError, match=words):
-        load_weights(file, read_spec(file), "fp32")
+        load_weights(GgufTensors(file, read_spec(file)), read_spec(file), "fp32")
 
 
 def test_int4_needs_nibbles_and_auto_does_without(tmp_path: Path) -> None:
@@ -156,14 +158,14 @@ def test_int4_needs_nibbles_and_auto_does_without(tmp_path: Path) -> None:
     tinymodel.write(path, KINDS["f16"])
     file = GgufFile(path)
     with pytest.raises(ModelError, match="int4 is not possible"):
-        load_weights(file, read_spec(file), "int4")
-    assert load_weights(file, read_spec(file), "auto").path == "bf16"
+        load_weights(GgufTensors(file, read_spec(file)), read_spec(file), "int4")
+    assert load_weights(GgufTensors(file, read_spec(file)), read_spec(file), "auto").path == "bf16"
 
 
 def test_rope_order_and_rotation() -> None:
     assert rope_order(8, 2).tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
     assert rope_order(4, 0).tolist() == [0, 1, 2, 3]
-    rope = Rope(4, 100.0, 8, scale=2.0)
+    rope = Rope(4, RopeSpec(100.0, "linear", 2.0), 8)
     x = torch.tensor([[[1.0, 0.0, 0.0, 2.0]]])
     turned = rotate(x, *rope.at(torch.tensor([6])))
     angle = np.array([3.0, 0.3])

@@ -9,9 +9,11 @@ import pytest
 import tinymodel
 import torch
 from kvalet.runtime.gguf import GgufFile
+from kvalet.runtime.gguf_tensors import GgufTensors
 from kvalet.runtime.model import Decoder
 from kvalet.runtime.qkv_plain import qkv_to_pages_plain, rotate_half
 from kvalet.runtime.rope import Rope, rotate
+from kvalet.runtime.rope_spec import RopeSpec
 from kvalet.runtime.spec import read_spec
 from kvalet.runtime.weights import load_weights
 from tinymodel import Tiny
@@ -37,7 +39,7 @@ def gpu_table(rope: Rope) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_both_rotations_are_the_same_function(dtype: torch.dtype) -> None:
     g = torch.Generator().manual_seed(3)
-    rope = Rope(16, 10_000.0, 300)
+    rope = Rope(16, RopeSpec(10_000.0), 300)
     positions = torch.tensor([0, 1, 7, 150, 299])
     x = torch.randn(5, 3, 16, generator=g).to(dtype)
     cos, sin = gpu_table(rope)[positions].unsqueeze(1).chunk(2, dim=-1)
@@ -50,7 +52,7 @@ def test_both_rotations_are_the_same_function(dtype: torch.dtype) -> None:
 
 def test_the_table_is_made_of_the_same_angles() -> None:
     """A rope written out by hand: pair i of position p turns by p * base ** (-2i / D)."""
-    table = gpu_table(Rope(4, 100.0, 9))
+    table = gpu_table(Rope(4, RopeSpec(100.0), 9))
     one = rotate_half(torch.tensor([[[1.0, 0.0, 0.0, 1.0]]]), *table[6].view(1, 1, 4).chunk(2, dim=-1))
     angles = torch.tensor([6.0, 0.6])
     expected = torch.stack((angles[0].cos(), -angles[1].sin(), angles[0].sin(), angles[1].cos()))
@@ -65,7 +67,7 @@ def test_the_twin_gives_what_the_cpu_decoder_hands_to_attention(tmp_path: Path, 
     tinymodel.write(path, tiny)
     file = GgufFile(path)
     spec = read_spec(file)
-    decoder = Decoder(spec, load_weights(file, spec, mode), 128)
+    decoder = Decoder(spec, load_weights(GgufTensors(file, spec), spec, mode), 128)
     positions = torch.tensor([0, 1, 2, 40, 41, 99])
     places = torch.tensor([3 * P, 3 * P + 1, 3 * P + 2, 1 * P + 8, 1 * P + 9, 2 * P + 15])
     dtype = torch.float32 if mode == "fp32" else torch.bfloat16

@@ -52,7 +52,7 @@ def test_sizes_are_the_file_s(tmp_path: Path, architecture: str) -> None:
     spec = spec_of(tmp_path, tiny)
     assert (spec.architecture, spec.n_layers, spec.hidden, spec.ffn) == (architecture, 3, 64, 32)
     assert (spec.n_q_heads, spec.n_kv_heads, spec.head_dim, spec.qkv_width) == (6, 2, 16, 160)
-    assert (spec.context, spec.rope_base, spec.rope_scale) == (77, 500.0, 1.0)
+    assert (spec.context, spec.rope.base, spec.rope.kind) == (77, 500.0, "default")
     assert spec.eps == pytest.approx(1e-5)
     assert (spec.vocab, spec.tied) == (len(tinymodel.TOKENS), True)
     geometry = spec.geometry("fp32")
@@ -65,7 +65,7 @@ def test_fields_that_may_be_missing_have_defaults(tmp_path: Path) -> None:
     spec = spec_of(
         tmp_path, Tiny(n_kv_heads=4), arch__attention__head_count_kv=ABSENT, **{f"arch__{n}": ABSENT for n in absent}
     )
-    assert (spec.head_dim, spec.n_kv_heads, spec.rope_base) == (64 // 4, 4, 10_000.0)
+    assert (spec.head_dim, spec.n_kv_heads, spec.rope.base) == (64 // 4, 4, 10_000.0)
     assert (spec.name, spec.chat_template) == ("tiny", None)
 
 
@@ -82,7 +82,7 @@ def test_the_vocabulary_is_the_embedding_s_rows(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("kind", "scale"), [("linear", 4.0), ("none", 1.0)])
 def test_linear_scaling_divides_positions_and_none_ignores_the_factor(tmp_path: Path, kind: str, scale: float) -> None:
-    assert spec_of(tmp_path, arch__rope__scaling__type=kind, arch__rope__scaling__factor=4.0).rope_scale == scale
+    assert spec_of(tmp_path, arch__rope__scaling__type=kind, arch__rope__scaling__factor=4.0).rope.factor == scale
 
 
 @pytest.mark.parametrize(
