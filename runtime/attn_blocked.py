@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 
 import torch
-from kvalet.runtime.attn_torch import SegmentAttention
+from kvalet.runtime.attn_torch import SegmentAttention, window_mask
 from kvalet.runtime.batch import Span
 from kvalet.runtime.kvpool import KVPool
 from torch import Tensor
@@ -38,8 +39,8 @@ class BlockedAttention:
 
     Holds one layer of the row's KV ([2, kv_head, row tokens, head_dim]) and the scores of one block."""
 
-    def __init__(self, pool: KVPool, span: Span, group: int) -> None:
-        """``group``: query heads per KV head."""
+    def __init__(self, pool: KVPool, span: Span, group: int, windows: Sequence[int] = ()) -> None:
+        """``group``: query heads per KV head. ``windows``: see ``SegmentAttention``."""
         segment, geometry = span.segment, pool.geometry
         self.begin, self.end = span.begin, span.end
         self._pool, self._start, self._total, self._group = pool, segment.start, segment.end, group
@@ -52,6 +53,8 @@ class BlockedAttention:
         self._scores = torch.empty(heads * block * group * segment.end, dtype=dtype)
         self._mask = torch.full((block, block), -math.inf, dtype=dtype).triu_(1).repeat_interleave(group, dim=0)
         self._scale = dim**-0.5
+        self._windows = windows
+        self._window_masks: dict[tuple[int, int], Tensor] = {}
 
     def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """``q`` [n, q_heads, dim], ``k`` and ``v`` [n, kv_heads, dim] of this segment -> [n, q_heads * dim]."""
@@ -66,7 +69,11 @@ class BlockedAttention:
         for first in range(0, n, BLOCK):
             last = min(first + BLOCK, n)
             queries = q[first:last].view(last - first, heads, self._group, dim).transpose(0, 1).reshape(heads, -1, dim)
-            found = self._attend(queries, start + first, start + last)
+            window = self._windows[layer] if self._windows else 0
+            if 0 < window < start + last:
+                found = self._attend_window(queries, start + first, start + last, window)
+            else:
+                found = self._attend(queries, start + first, start + last)
             out[first:last] = found.view(heads, last - first, self._group, dim).transpose(0, 1)
         return out.view(n, -1)
 
@@ -79,9 +86,23 @@ class BlockedAttention:
         scores[:, :, first:] += self._mask[:rows, : last - first]
         return torch.bmm(torch.softmax(scores, -1), values)
 
+    def _attend_window(self, queries: Tensor, first: int, last: int, window: int) -> Tensor:
+        """``_attend`` over the tokens that any query of the block sees: from ``begin`` on."""
+        heads, rows, _ = queries.shape
+        begin = max(0, first - window + 1)
+        mask = self._window_masks.get((first, window))
+        if mask is None:
+            mask = window_mask(first - begin, last - first, window, queries.dtype).repeat_interleave(self._group, dim=0)
+            self._window_masks[first, window] = mask
+        keys, values = self._kv[:, :, begin:last]
+        scores = self._scores[: heads * rows * (last - begin)].view(heads, rows, last - begin)
+        torch.baddbmm(scores, queries, keys.transpose(1, 2), beta=0, alpha=self._scale, out=scores)
+        scores += mask
+        return torch.bmm(torch.softmax(scores, -1), values)
 
-def prefill_attention(pool: KVPool, span: Span, group: int) -> SegmentAttention | BlockedAttention:
-    """The faster of the two for this segment on this processor."""
+
+def prefill_attention(pool: KVPool, span: Span, group: int, windows: Sequence[int] = ()) -> SegmentAttention | BlockedAttention:
+    """The faster of the two for this segment on this processor. ``windows``: see ``SegmentAttention``."""
     if span.segment.n >= MIN_TOKENS and blocks_pay(pool.pages.dtype):
-        return BlockedAttention(pool, span, group)
-    return SegmentAttention(pool, span)
+        return BlockedAttention(pool, span, group, windows)
+    return SegmentAttention(pool, span, windows)

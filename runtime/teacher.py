@@ -26,11 +26,12 @@ def forced_logits(decoder: Decoder, ids: Sequence[int], first: int, kv_dtype: st
     pages = tuple(range(1, pool.n_pages))
     shape = (geometry.n_layers, 2, piece, geometry.n_kv_heads, geometry.head_dim)
     new_kv = torch.empty(shape, dtype=pool.pages.dtype)
+    windows = decoder.spec.windows if decoder.spec.window_layers else ()
     found = []
     for start in range(0, len(ids), piece):
         fed = tuple(ids[start : start + piece])
         batch = make_batch([Segment(0, start, fed, pages, False, True)], geometry.page_tokens, pad_to=len(fed))
-        attention = PlainAttention(pool, batch, new_kv)
+        attention = PlainAttention(pool, batch, new_kv, windows)
         hidden = decoder.hidden(batch.ids, batch.positions, attention)
         attention.commit()
         found.append(decoder.logits(hidden[max(0, first - 1 - start) :]).float())
