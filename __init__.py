@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from kvalet.api.session import SessionTurn as SessionTurn
     from kvalet.api.turn import Turn as Turn
     from kvalet.runtime.plan import SamplingParams as SamplingParams
+    from kvalet.sched.session_state import SessionState as SessionState
     from kvalet.sched.turns import EndReason as EndReason
     from kvalet.sched.turns import TurnReport as TurnReport
 
@@ -40,6 +41,7 @@ _HOMES = {
     "ModelInfo": "kvalet.api.engine",
     "SamplingParams": "kvalet.runtime.plan",
     "Session": "kvalet.api.session",
+    "SessionState": "kvalet.sched.session_state",
     "SessionTurn": "kvalet.api.session",
     "StartError": "kvalet.api.build",
     "TextDelta": "kvalet.api.requests",

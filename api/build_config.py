@@ -54,6 +54,10 @@ def sched_config(
     config: EngineConfig, geometry: KVGeometry, plan: MemoryPlan, identity: Identity, context_tokens: int
 ) -> SchedConfig:
     """ValueError for values that contradict."""
+    if config.checkpoint == "idle" and not config.store_dir:
+        raise ValueError("--checkpoint idle writes to the disk tier, and there is none: give --store DIR")
+    if config.checkpoint not in ("off", "idle"):
+        raise ValueError(f"checkpoint must be off or idle, not {config.checkpoint!r}")
     return SchedConfig(
         page_tokens=geometry.page_tokens,
         chunk_tokens=geometry.chunk_tokens,
@@ -72,4 +76,5 @@ def sched_config(
         deterministic=config.deterministic,
         decode_rows=config.decode_rows,
         forced_runs=_forced_runs(config),
+        checkpoint_idle=config.checkpoint == "idle",
     )

@@ -12,7 +12,9 @@ class EngineConfig:
     ``model``: path of a GGUF file, "" = the default model in the cache folder. ``device``: "cpu" or "cuda".
     ``weights``: auto, bf16, fp32 or int4 (CPU). ``pool_tokens``: device pool, in tokens of KV. ``ram_bytes``: RAM tier,
     -1 = choose, 0 = off. ``store_dir`` "" = no disk tier; ``store_bytes`` its cap; ``store_min_free_bytes`` what must stay free
-    on that disk. ``store_optional``: serve without the tier when it cannot be opened (the reason is kept and shown).
+    on that disk. ``store_bytes_per_day``: most bytes written for checkpoints in a day, 0 = no limit. ``checkpoint``: "off"
+    writes idle sessions to disk when their room is needed and at the end, "idle" after each turn as well, at the lowest class
+    (pinned sessions always). ``store_optional``: serve without the tier when it cannot be opened (the reason is kept and shown).
     ``threads``: of the model's arithmetic. ``lag`` -1 = the device's default. ``decode_rows``: fixed row count of decode
     calls under ``deterministic``.
     """
@@ -28,6 +30,8 @@ class EngineConfig:
     store_bytes: int = 0
     store_min_free_bytes: int = 1 << 30
     store_optional: bool = False
+    store_bytes_per_day: int = 0
+    checkpoint: str = "off"
     store_readers: int = 4
     store_writers: int = 4
     max_rows: int = 16

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import date
@@ -35,6 +35,7 @@ from kvalet.api.turn import Turn
 from kvalet.runtime.geometry import PAGE_TOKENS
 from kvalet.sched.errors import Refused
 from kvalet.sched.loop import Scheduler
+from kvalet.sched.session_state import SessionState
 from kvalet.sched.status import DrainReport, SchedulerStatistics
 from kvalet.sched.turns import TurnSpec
 from kvalet.store.ids import tenant_secret
@@ -191,7 +192,8 @@ class Engine:
 
     def session(self, id: str = "", tenant: str = "") -> Session:
         """A conversation by name; "" gives it a new one. The name is a hint where its KV is, never a key to it: any number of
-        ``Session`` objects may share one name."""
+        ``Session`` objects may share one name. A name that the disk tier knows goes on with what it had, also after a
+        restart."""
         return Session(self, id or f"session-{secrets.token_hex(12)}", tenant)
 
     def close_session(self, id: str, tenant: str = "") -> None:
@@ -202,6 +204,22 @@ class Engine:
     def fork_session(self, parent: str, child: str, tenant: str = "") -> None:
         """``child`` begins with all that ``parent`` has; both share pages, chunks and reads."""
         self._open_scheduler().fork_session(parent, child, tenant)
+
+    async def session_state(self, id: str, tenant: str = "") -> SessionState:
+        """How the session stands; after a restart its records are read first. ``known`` False: nobody knows the name."""
+        return await self._asked(self._open_scheduler().session_state(id, tenant))
+
+    async def pin_session(self, id: str, tenant: str = "", *, pinned: bool = True) -> SessionState:
+        """See ``Session.pin``. Idempotent. ApiError without a disk tier: pinned KV must be able to leave the device."""
+        if pinned and self._open_parts().store is None:
+            raise ApiError("A session can only be pinned where there is a disk tier (--store DIR).", code="no_store")
+        return await self._asked(self._open_scheduler().pin_session(id, tenant, pinned=pinned))
+
+    async def _asked(self, question: Coroutine[Any, Any, SessionState]) -> SessionState:
+        try:
+            return await question
+        except Refused as refused:
+            raise refusal_error(refused, 0, 0, "session") from refused
 
     # -- questions
 

@@ -11,6 +11,7 @@ from kvalet.api.requests import ChatRequest, Delta, TurnEnd
 from kvalet.api.sampling_check import check_sampling
 from kvalet.api.turn import Turn
 from kvalet.runtime.plan import SamplingParams
+from kvalet.sched.session_state import SessionState
 from kvalet.sched.turns import EndReason, TurnReport
 
 
@@ -22,6 +23,10 @@ class SessionEngine(Protocol):
     def session(self, id: str = "", tenant: str = "") -> Session: ...
 
     def close_session(self, id: str, tenant: str = "") -> None: ...
+
+    async def session_state(self, id: str, tenant: str = "") -> SessionState: ...
+
+    async def pin_session(self, id: str, tenant: str = "", *, pinned: bool = True) -> SessionState: ...
 
     def fork_session(self, parent: str, child: str, tenant: str = "") -> None: ...
 
@@ -132,9 +137,25 @@ class Session:
         self._engine.fork_session(self.id, child.id, self.tenant)
         return child
 
+    async def pin(self) -> SessionState:
+        """From now on its KV is never lost, though it may still leave the device and RAM: its branches are written to the disk
+        tier now and after each turn, at the lowest class, and the disk does not evict them. Holds across restarts until
+        ``unpin`` or ``close``. Idempotent. Returns at once; ``info`` tells how much is safe (``saved_tokens``), and why the
+        disk refused if it did (``refused``): then the last copy above it stays, unless a turn could not go on otherwise.
+        ApiError without a disk tier."""
+        return await self._engine.pin_session(self.id, self.tenant)
+
+    async def unpin(self) -> SessionState:
+        """It is a session like any other again. Idempotent."""
+        return await self._engine.pin_session(self.id, self.tenant, pinned=False)
+
+    async def info(self) -> SessionState:
+        """How it stands: pinned, how many tokens have KV, how many of them a crash would not lose."""
+        return await self._engine.session_state(self.id, self.tenant)
+
     async def close(self) -> None:
-        """Its turns end as cancelled; its KV is kept only as far as others share it or nothing else needs the room.
-        Idempotent."""
+        """Its turns end as cancelled; its KV is kept only as far as others share it or nothing else needs the room. What the
+        disk tier knows of it by name is forgotten. Idempotent."""
         if not self._closed:
             self._closed = True
             self._engine.close_session(self.id, self.tenant)

@@ -124,7 +124,7 @@ class WriteRecord(Command):
 
 @dataclass(frozen=True, slots=True)
 class ReadRecords(Command):
-    """Answer: one RecordsRead."""
+    """Answer: one RecordsRead. The numbers ``transfer`` .. ``transfer + len(branches) - 1`` are this command's."""
 
     transfer: TransferId
     tenant: str

@@ -9,7 +9,9 @@ production.
    every link agree.
 5. Turns: a queued one owns nothing; each other one is exactly where its state says; rows, sessions and queue agree.
 6. Transfers: live ones only, each known to its chunk and its askers.
-7. Reports: computed + resident + RAM + disk == prompt, once a turn has begun to be fed.
+7. Lines: one beside each branch of a session whose branches the disk is to know, in the books under its own pieces; what is
+   queued lives; what is pinned in the store until a record is durable is so for a reason.
+8. Reports: computed + resident + RAM + disk == prompt, once a turn has begun to be fed.
 """
 
 from __future__ import annotations
@@ -18,12 +20,14 @@ from collections import Counter
 
 from kvalet.sched.board import Board
 from kvalet.sched.chunks import Chunk
+from kvalet.sched.lines import Line
 from kvalet.sched.pages import LedgerError
 from kvalet.sched.prefix import Node
 from kvalet.sched.ranking import RamClass
 from kvalet.sched.session import Turn
 from kvalet.sched.states import TransferState, TurnState
 from kvalet.sched.transfer_record import TransferKind
+from kvalet.store.ids import ChunkKey
 from kvalet.store.ram import RamBookError
 
 
@@ -36,6 +40,7 @@ def check(board: Board) -> None:
         _check_chunks(board)
         _check_turns(board)
         _check_transfers(board)
+        _check_lines(board)
     except (AssertionError, LedgerError, RamBookError) as error:
         raise board.story.defect(f"{type(error).__name__}: {error}") from error
 
@@ -127,6 +132,32 @@ def _check_ancestors(chunk: Chunk) -> None:
     parent = chunk.parent
     if parent is not None and not chunk.on_disk and chunk.slot is not None:
         demand(parent.exists, "an ancestor is lost", chunk, parent)
+
+
+def _check_lines(board: Board) -> None:
+    lines = board.lines
+    known: set[Line] = set()
+    pinned: Counter[ChunkKey] = Counter()
+    for session in board.sessions:
+        branches = {branch.id: branch for branch in session.branches}
+        demand(set(session.lines) <= set(branches), "a line without a branch", session)
+        demand(not session.closed, "a closed session is in the book", session)
+        demand(session.loading is None or session in lines.loads[session.loading].sessions, "nobody loads", session)
+        for name, line in session.lines.items():
+            branch = branches[name]
+            demand(line.session is session and line.branch is branch, "line and branch differ", line, branch)
+            whole, rest = divmod(branch.kv_len, board.config.chunk_tokens)
+            demand(len(line.keys) == whole and (line.tail is None) == (rest == 0), "pieces and kv_len differ", line)
+            demand(line in lines.by_end.get(line.last, ()), "nobody would notice its last piece", line)
+            demand(not line.held or session.pinned or line.sending is not None, "keys are held for nothing", line)
+            known.add(line)
+            if session.pinned:
+                pinned.update(line.pieces)
+    demand(pinned == lines.pinned, "pinned pieces", pinned - lines.pinned, lines.pinned - pinned)
+    for queue in (lines.checkpoints, lines.stalled, *lines.by_end.values()):
+        demand(set(queue) <= known, "a line of nobody is queued", set(queue) - known)
+    for job in lines.jobs.values():
+        demand(job.line.sending is job.saved, "a record under way that its line does not know", job)
 
 
 def _check_turns(board: Board) -> None:

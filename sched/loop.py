@@ -23,6 +23,7 @@ from kvalet.sched import events
 from kvalet.sched.errors import Refused
 from kvalet.sched.lag_meter import LagMeter
 from kvalet.sched.ports import CopierPort, EnginePort, StorePort
+from kvalet.sched.session_state import SessionState
 from kvalet.sched.stats import Stats
 from kvalet.sched.status import DrainReport, SchedulerStatistics
 from kvalet.sched.streams import TurnStream
@@ -134,6 +135,15 @@ class Scheduler:
     def fork_session(self, parent: str, child: str, tenant: str = "") -> None:
         self._ticker.inbox.post_local(lambda now: events.ForkSession(now, parent, child, tenant))
 
+    async def session_state(self, session: str, tenant: str = "") -> SessionState:
+        """What is known of the session; its records are read from disk first if it was not open. ``Refused`` if there is no
+        room for one more session, or the scheduler is closing."""
+        return await self._ticker.questions.ask(session, tenant, None)
+
+    async def pin_session(self, session: str, tenant: str = "", *, pinned: bool) -> SessionState:
+        """Pin the session or let it go, and say how it stands; one that does not exist is made to be pinned. Idempotent."""
+        return await self._ticker.questions.ask(session, tenant, pinned)
+
     async def drain(self, seconds: float) -> DrainReport:
         """Refuse new turns, let running ones end (at the latest after ``seconds``, with ``shutdown``), spill to disk what is
         worth it until then. Returns when the core is through, or DRAIN_GRACE_S after the deadline at the latest."""
@@ -141,7 +151,7 @@ class Scheduler:
         deadline = self.now() + seconds
         ticker.inbox.post_local(lambda now: events.BeginDrain(now, deadline))
         await ticker.until(lambda: ticker.left_behind is not None or ticker.retired, seconds + DRAIN_GRACE_S)
-        return DrainReport(ticker.left_behind is not None, ticker.left_behind)
+        return DrainReport(ticker.left_behind is not None, ticker.left_behind, ticker.records_left)
 
     def statistics(self) -> SchedulerStatistics:
         ticker = self._ticker
@@ -168,8 +178,10 @@ class Scheduler:
         await ticker.until(lambda: not len(ticker.turns), CLOSE_S)
         ticker.retire()
         ticker.turns.end_all(EndReason.SHUTDOWN, Refusal.CLOSING, "the server is shutting down")
+        ticker.questions.end_all("the server is shutting down")
         ticker.transfers.cancel_all()
-        await ticker.until(lambda: not len(ticker.transfers), CLOSE_S)
+        ticker.records.cancel_all()
+        await ticker.until(lambda: not len(ticker.transfers) and not len(ticker.records), CLOSE_S)
         ticker.engine_thread.stop()
         if await ticker.until(lambda: ticker.engine_exited, CLOSE_S):
             ticker.engine_thread.join(CLOSE_S)

@@ -7,10 +7,13 @@ runtime.fake.FakeCopier (CopierPort), store.store.DiskStore and store.fake.FakeS
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvalet.runtime.plan import PageId, SlotId, StepPlan, StepResult
 from kvalet.store.ids import ChunkKey, ChunkMeta, TailRef
+
+if TYPE_CHECKING:
+    from kvalet.store.record import Record
 
 CopyDoneCallback = Callable[[str | None, float], None]
 JobDoneCallback = Callable[[Any], None]
@@ -30,6 +33,10 @@ class DiskView(Protocol):
 
     def accepts_writes(self) -> bool:
         """False: no disk tier, read-only, or its breaker is open."""
+        ...
+
+    def branches(self, tenant: str, session: str) -> Sequence[str]:
+        """Branches of the session that have a record, most recent first."""
         ...
 
 
@@ -92,10 +99,24 @@ class StorePort(DiskView, Protocol):
 
     def write(self, job: int, meta: ChunkMeta, slot: memoryview, done: JobDoneCallback, *, klass: int) -> None: ...
 
+    def write_record(self, job: int, record: Record, done: JobDoneCallback, *, klass: int) -> None:
+        """Outcome: RecordResult; "" = durable, after all that it names; it takes the place of the branch's record before it.
+        Chunks and tail named by a durable record with ``pinned`` are not evicted, also after a restart. "missing": something
+        that it names is not on disk."""
+        ...
+
+    def read_record(self, job: int, tenant: str, session: str, branch: str, done: JobDoneCallback) -> None:
+        """Outcome: RecordResult; ``record`` is whole and of this identity, or None with the reason."""
+        ...
+
+    def drop_record(self, tenant: str, session: str, branch: str) -> None:
+        """Forget it, after whatever is being written under its name. Unknown ones are ignored."""
+        ...
+
     def cancel(self, job: int) -> None: ...
 
     def settle(self, completion: Any) -> Any:
-        """A ``store.jobs.ReadResult`` or ``store.jobs.WriteResult``."""
+        """A ``store.jobs.ReadResult``, ``WriteResult`` or ``RecordResult``."""
         ...
 
     def pin(self, keys: Sequence[ChunkKey]) -> None: ...

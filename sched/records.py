@@ -38,11 +38,11 @@ def stored_branches(board: Board, tenant: str, name: str) -> Sequence[str]:
     return () if branches is None else branches(tenant, name)  # type: ignore[no-any-return]
 
 
-def number(board: Board) -> TransferId:
-    """A number for a job that is no transfer of bytes between slots."""
-    taken = TransferId(board.next_transfer)
-    board.next_transfer += 1
-    return taken
+def number(board: Board, count: int = 1) -> TransferId:
+    """The first of ``count`` numbers for jobs that are no transfers of bytes between slots."""
+    first = TransferId(board.next_transfer)
+    board.next_transfer += count
+    return first
 
 
 # what the disk is owed
@@ -115,7 +115,7 @@ def on_done(board: Board, event: RecordDone) -> None:
     line.saved, line.failures, line.refused = job.saved, 0, ""
     board.counters.written_records += 1
     board.counters.record_bytes += event.n_bytes
-    if line.complete:
+    if line not in board.lines.checkpoints:
         let_go(board, line)
 
 

@@ -32,7 +32,7 @@ def load(board: Board, session: Session) -> None:
     session.looked = True
     branches = tuple(islice(stored_branches(board, session.tenant, session.name), MAX_BRANCHES))
     if branches:
-        transfer = number(board)
+        transfer = number(board, len(branches))
         session.loading, session.load_until = transfer, board.now + board.config.record_wait_s
         board.lines.loads[transfer] = Load([session])
         board.out.append(ReadRecords(transfer, session.tenant, session.name, branches))
@@ -48,7 +48,7 @@ def on_read(board: Board, event: RecordsRead) -> list[Turn]:
     board.counters.record_read_failures.update(event.failures)
     turns = []
     for session in load.sessions:
-        if not session.closed:
+        if board.sessions.find(session.tenant, session.name) is session:  # not closed or forgotten meanwhile
             _take_in(board, session, event.records)
         turns += _loaded(board, session)
     _answer_all(board, load)

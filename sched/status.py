@@ -12,10 +12,12 @@ from kvalet.sched.stats import Totals
 @dataclass(frozen=True, slots=True)
 class DrainReport:
     """``finished``: the core said that nothing is left to do or its deadline has passed. ``left_behind``: chunks that did
-    not reach the disk; None where the core did not say (it failed, or was not heard in time)."""
+    not reach the disk; None where the core did not say (it failed, or was not heard in time). ``records_left``: branches of
+    named sessions whose record does not say all of them."""
 
     finished: bool
     left_behind: int | None
+    records_left: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,8 @@ from kvalet.sched.in_flight import InFlight
 from kvalet.sched.inbox import Inbox
 from kvalet.sched.open_turns import OpenTurns
 from kvalet.sched.ports import CopierPort, EnginePort, StorePort
+from kvalet.sched.questions import Questions
+from kvalet.sched.record_jobs import RecordJobs
 from kvalet.sched.stats import Stats
 from kvalet.sched.turns import EndReason, Refusal
 from kvalet.sched.wakeups import Wakeups
@@ -83,6 +85,8 @@ class Ticker:
         self.inbox = inbox = Inbox(loop, self._tick)
         self.turns = OpenTurns(loop, clock, write_timeout_s, inbox, stats)
         self.transfers = InFlight(copier, store, slot_view, inbox.post, stats)
+        self.records = RecordJobs(store, inbox.post)
+        self.questions = Questions(loop, inbox)
         self.engine_thread = EngineThread(
             engine,
             core.config.lag,
@@ -95,6 +99,7 @@ class Ticker:
         self.violation: str | None = None
         self.retired = False
         self.left_behind: int | None = None
+        self.records_left = 0
         """What the core's ``Drained`` said."""
         self._wakeups = Wakeups(loop, clock, lambda: inbox.post_local(events.Tick))
         self._actions = self._action_table()
@@ -107,7 +112,7 @@ class Ticker:
             store.on_gone = self.transfers.gone
 
     def _action_table(self) -> dict[type[commands.Command], Callable[[Any, float], None]]:
-        turns, transfers = self.turns, self.transfers
+        turns, transfers, records = self.turns, self.transfers, self.records
         return {
             commands.Accept: turns.accept,
             commands.Refuse: turns.refuse,
@@ -118,6 +123,10 @@ class Ticker:
             commands.ReadChunk: lambda command, _: transfers.store_job(command),
             commands.ReadTail: lambda command, _: transfers.store_job(command),
             commands.WriteChunk: lambda command, _: transfers.store_job(command),
+            commands.WriteRecord: lambda command, _: records.write(command),
+            commands.ReadRecords: lambda command, _: records.read(command),
+            commands.DropRecord: lambda command, _: records.drop(command),
+            commands.TellSession: self.questions.tell,
             commands.CancelTransfer: lambda command, _: transfers.cancel(command),
             commands.PinDisk: lambda command, _: transfers.disk_order(command),
             commands.UnpinDisk: lambda command, _: transfers.disk_order(command),
@@ -229,11 +238,12 @@ class Ticker:
         self.retired = True
         self.engine_thread.stop()
         self.turns.end_all(EndReason.INTERNAL, Refusal.DEVICE_LOST, f"internal error: {self.violation}")
+        self.questions.end_all(f"internal error: {self.violation}")
         self._lose_device(self.violation)
         self.inbox.arm()  # for whoever waits for the next tick
 
     def _drained(self, command: commands.Drained, _now: float) -> None:
-        self.left_behind = command.left_behind
+        self.left_behind, self.records_left = command.left_behind, command.records_left
 
     def _is_idle(self) -> bool:
         return not len(self.turns) and not self.engine_thread.in_flight

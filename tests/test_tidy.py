@@ -37,6 +37,7 @@ BROAD_EXCEPT = {
     "runtime/transfer.py": "the copy thread's border: the copy must end",
     "sched/engine_thread.py": "the engine thread's border: the turns must end",
     "sched/in_flight.py": "a port that raises becomes a failed transfer",
+    "sched/record_jobs.py": "a store that raises becomes a failed record",
     "sched/tick.py": "the scheduler's border: the turns must end",
     "store/chores.py": "a chore fails, the janitor lives",
     "store/workers.py": "a job fails, the worker lives",

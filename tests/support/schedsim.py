@@ -23,7 +23,7 @@ from kvalet.sched.turns import EndReason, TurnId
 from schedworld import SECRET, Client, World, config
 
 READ_FAULTS = ("io", "payload", "missing", "deadline", "resources")
-WRITE_FAULTS = ("io", "full", "resources")
+WRITE_FAULTS = ("io", "full", "resources", "budget")
 
 
 @dataclass
@@ -59,6 +59,9 @@ def random_config(rng: random.Random) -> tuple[SchedConfig, bool, int]:
         deterministic_piece=rng.choice((4, 8, 16)),
         low_watermark=rng.choice((0.0, 0.05, 0.3)),
         high_watermark=rng.choice((0.1, 0.4)),
+        checkpoint_idle=rng.random() < 0.3,
+        record_wait_s=rng.choice((0.05, 2.0)),
+        pin_wait_s=rng.choice((0.2, 10.0)),
     )
     return cfg, disk, rng.choice((1 << 30, 30, 6))
 
@@ -99,7 +102,7 @@ class Walk:
         rng, world = self.rng, self.world
         actions = [
             (8.0, self._step), (4.0 * self.slow, self._copy), (4.0 * self.slow, self._job), (0.8, self._tick),
-            (2.0, self._agent_acts), (0.3, self._client_acts), (0.1, self._disk_acts), (0.05, self._session_acts),
+            (2.0, self._agent_acts), (0.3, self._client_acts), (0.1, self._disk_acts), (0.1, self._session_acts),
             (0.02, self._restart),
         ]  # fmt: skip
         for _ in range(60):
@@ -129,7 +132,7 @@ class Walk:
         index = rng.randrange(len(jobs))
         reason = ""
         if rng.random() < self.trouble:
-            reason = rng.choice(WRITE_FAULTS if jobs[index].kind == "write" else READ_FAULTS)
+            reason = rng.choice(WRITE_FAULTS if jobs[index].kind.startswith("write") else READ_FAULTS)
         world.job("", reason, index)
 
     def _tick(self) -> None:
@@ -205,7 +208,9 @@ class Walk:
         agent = rng.choice(self.agents)
         if not agent.session:
             return
-        if rng.random() < 0.5:
+        if rng.random() < 0.4:
+            world.ask_session(agent.session, rng.choice((True, True, False, None)))
+        elif rng.random() < 0.5:
             child = f"{agent.session}f{world.n_events}"
             world.feed(ev.ForkSession(world.now, agent.session, child))
             if len(self.agents) < 12:

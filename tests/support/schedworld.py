@@ -20,6 +20,7 @@ from kvalet.sched.core import Core
 from kvalet.sched.turns import Ended, EndReason, Refusal, TurnId, TurnSpec
 from kvalet.store.fake import FakeJob, FakeStore
 from kvalet.store.jobs import WriteResult
+from recordside import RecordSide
 
 IDENTITY = b"i" * 32
 SECRET = b"s" * 32
@@ -47,6 +48,9 @@ class NoDisk:
     def accepts_writes(self) -> bool:
         return False
 
+    def branches(self, tenant: str, session: str) -> tuple[()]:
+        return ()
+
 
 @dataclass
 class Client:
@@ -61,7 +65,7 @@ class Client:
     blocked: bool = False
 
 
-class World:
+class World(RecordSide):
     def __init__(self, cfg: SchedConfig, *, disk: bool = True, capacity: int = 1 << 30, model: FakeModel | None = None) -> None:
         self.config = cfg
         self.model = model or FakeModel()
@@ -78,6 +82,8 @@ class World:
         self.log: Counter[str] = Counter()
         self.commands: list[cmd.Command] = []
         self.drained: list[int] = []
+        self.secrets = {SECRET}
+        self.begin_records()
         self.n_events = 0
         self.next_turn = 1
         self.check_every = 1
@@ -109,6 +115,7 @@ class World:
     def submit(self, prompt: tuple[int, ...], session: str = "", *, secret: bytes = SECRET, **params: Any) -> TurnId:
         turn = TurnId(self.next_turn)
         self.next_turn += 1
+        self.secrets.add(secret)
         spec = TurnSpec(turn, prompt, SamplingParams(**({"max_tokens": 8} | params)), secret, session, received_at=self.now)
         self.clients[turn] = Client(spec)
         self.feed(ev.Submit(self.now, spec))
@@ -228,7 +235,8 @@ class World:
 
     def _do_WriteChunk(self, command: cmd.WriteChunk) -> None:
         assert self.store is not None
-        self.store.write(command.transfer, command.meta, self.slab.view(command.slot), self._settled(command), klass=2)
+        view = self.slab.view(command.slot)
+        self.store.write(command.transfer, command.meta, view, self._settled(command), klass=command.klass)
 
     def _settled(self, command: Any) -> Callable[[Any], None]:
         transfer = command.transfer
@@ -301,10 +309,14 @@ class World:
         return True
 
     def jobs(self, kind: str = "") -> list[FakeJob]:
-        return [job for job in (self.store.pending if self.store else []) if job.kind.startswith(kind)]
+        pending = self.store.pending if self.store else []
+        return [
+            job for job in pending if job.kind.startswith(kind) and ("record" in kind or not kind or "record" not in job.kind)
+        ]
 
     def job(self, kind: str = "", reason: str = "", index: int = 0) -> bool:
-        """A job of the store ends (kind "read", "read_tail", "write" or any). False if there is none."""
+        """A job of the store ends (kind "read", "read_tail", "write", "read_record", "write_record" or any). False if there is
+        none."""
         waiting = self.jobs(kind)
         if not waiting:
             return False
@@ -373,4 +385,5 @@ class World:
         assert stats.pages.held == stats.idle_pages, stats
         assert stats.ram.taken + stats.staging.taken == 0, (stats.ram, stats.staging)
         if self.store is not None:
-            assert not +self.store.pins, self.store.pins
+            held = Counter(key for s in self.core._board.sessions for line in s.lines.values() for key in line.held)
+            assert +self.store.pins == held, (self.store.pins, held)

@@ -1,0 +1,106 @@
+"""The part of ``schedworld.World`` that carries out records, and what is asked about sessions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from kvalet.sched import commands as cmd
+from kvalet.sched import events as ev
+from kvalet.sched.config import SchedConfig
+from kvalet.sched.core import Core
+from kvalet.sched.session import space_of
+from kvalet.sched.session_state import SessionState
+from kvalet.store.fake import FakeStore
+from kvalet.store.ids import chunk_key
+
+if TYPE_CHECKING:
+    from kvalet.store.record import Record
+
+
+class RecordSide:
+    """Every record is looked through before it is written: it must be what its ids are, and durable below."""
+
+    config: SchedConfig
+    core: Core
+    store: FakeStore | None
+    now: float
+    inbox: list[Callable[[float], ev.Event]]
+    secrets: set[bytes]
+
+    def begin_records(self) -> None:
+        self.told: dict[int, SessionState | None] = {}
+        self.next_request = 1
+
+    def feed(self, event: ev.Event) -> None:
+        raise NotImplementedError
+
+    def advance(self) -> bool:
+        raise NotImplementedError
+
+    def session(self, name: str, pinned: bool | None = None) -> SessionState | None:
+        """Ask about a session, or pin it; the machine runs until the answer is there."""
+        request = self.ask_session(name, pinned)
+        while request not in self.told:
+            assert self.advance(), f"no answer\n{self.core.tell()}"
+        return self.told[request]
+
+    def ask_session(self, name: str, pinned: bool | None = None) -> int:
+        request = self.next_request
+        self.next_request += 1
+        self.feed(ev.AskSession(self.now, request, name, "", pinned))
+        return request
+
+    def _do_WriteRecord(self, command: cmd.WriteRecord) -> None:
+        assert self.store is not None
+        self.check_record(command.record)
+        transfer = command.transfer
+        written = partial(self._record_written, transfer)
+        self.store.write_record(transfer, command.record, written, klass=command.klass)
+
+    def _record_written(self, transfer: ev.TransferId, completion: Any) -> None:
+        assert self.store is not None
+        result = self.store.settle(completion)
+        if result.reason:
+            self.inbox.append(lambda now: ev.RecordFailed(now, transfer, result.reason))
+        else:
+            self.inbox.append(lambda now: ev.RecordDone(now, transfer, result.n_bytes))
+
+    def check_record(self, record: Record) -> None:
+        """It names what its ids are up to its kv_len, and all of that is on disk at this moment."""
+        assert self.store is not None
+        secret = next(s for s in self.secrets if space_of(s) == record.space)
+        size, at, parent = self.config.chunk_tokens, 0, self.config.identity
+        for key in (*record.chunk_keys, *(() if record.tail_key is None else (record.tail_key,))):
+            ids = record.ids[at : min(at + size, record.kv_len)]
+            assert key == chunk_key(secret, parent, ids), f"{record} names another chunk at token {at}"
+            assert key in self.store.entries, f"{record} names what is not durable at token {at}\n{self.core.tell()}"
+            at, parent = at + len(ids), key
+        assert at == record.kv_len <= len(record.ids), record
+
+    def _do_ReadRecords(self, command: cmd.ReadRecords) -> None:
+        store = self.store
+        found: list[Record] = []
+        failures: list[str] = []
+        assert store is not None
+
+        def done(completion: Any) -> None:
+            result = store.settle(completion)
+            if result.record is None:
+                failures.append(result.reason)
+            else:
+                found.append(result.record)
+            if len(found) + len(failures) == len(command.branches):
+                self.inbox.append(lambda now: ev.RecordsRead(now, command.transfer, tuple(found), tuple(failures)))
+
+        for place, branch in enumerate(command.branches):
+            store.read_record(command.transfer + place, command.tenant, command.session, branch, done)
+
+    def _do_DropRecord(self, command: cmd.DropRecord) -> None:
+        assert self.store is not None
+        self.store.drop_record(command.tenant, command.session, command.branch)
+
+    def _do_TellSession(self, command: cmd.TellSession) -> None:
+        assert command.request not in self.told
+        self.told[command.request] = command.state
