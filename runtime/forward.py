@@ -30,6 +30,7 @@ class Forward:
         shape = (geometry.n_layers, 2, self._max_tokens, geometry.n_kv_heads, geometry.head_dim)
         self._new_kv = torch.zeros(shape, dtype=pool.pages.dtype)
         self._group = decoder.spec.n_q_heads // decoder.spec.n_kv_heads
+        self._windows = decoder.spec.windows if decoder.spec.window_layers else ()
         self.arena = Arena(geometry, config.arena_tokens)
         self._calls = 0
 
@@ -69,8 +70,8 @@ class Forward:
         if sampling != sorted(sampling):
             back = torch.tensor(sampling).argsort()
             batch = replace(batch, sampled=batch.sampled[back], keep=None if pad_to else batch.sampled[back])
-        whole = self._config.deterministic
-        attention = ArenaAttention(self._pool, batch, self._new_kv, [copies[i] for i in order], self._group, whole)
+        ordered = [copies[i] for i in order]
+        attention = ArenaAttention(self._pool, batch, self._new_kv, ordered, self._group, self.arena.transposed, self._windows)
         hidden = self._decoder.hidden(batch.ids, batch.positions, attention, batch.keep)
         attention.commit()
         logits = self._decoder.logits(hidden)

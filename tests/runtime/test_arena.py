@@ -35,7 +35,7 @@ def ready(arena: Arena, pool: KVPool, **lengths: int) -> dict[str, Copy | None]:
 
 
 def assert_holds(copy: Copy | None, pool: KVPool, length: int) -> None:
-    """The copy is the pages' KV, transposed as promised, and zero beyond."""
+    """The copy is the pages' KV, in the promised shape, and zero beyond."""
     assert copy is not None
     assert copy.length == length
     expected = pool.gather(table(pool, length), length)
@@ -46,11 +46,12 @@ def assert_holds(copy: Copy | None, pool: KVPool, length: int) -> None:
     assert not values[:, :, length:].any()
 
 
+@pytest.mark.parametrize("transposed", [True, False])
 @pytest.mark.parametrize("length", [0, 1, 15, 16, 17, STEP - 1, STEP, STEP + 1])
-def test_a_copy_is_the_pages_transposed_and_zero_beyond(length: int) -> None:
+def test_a_copy_is_the_pages_and_zero_beyond(length: int, transposed: bool) -> None:
     """Also where an earlier row left NaN behind; a row of STEP tokens has no room for its next token in STEP."""
     pool = filled_pool()
-    arena = Arena(GEOMETRY, 2 * STEP)
+    arena = Arena(GEOMETRY, 2 * STEP, transposed)
     for row in (1, 2):
         (old,) = arena.ready(pool, [(row, 0, (1,))])
         assert old is not None
