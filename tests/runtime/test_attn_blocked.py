@@ -80,3 +80,22 @@ def test_the_choice_is_by_processor_dtype_and_length(monkeypatch: pytest.MonkeyP
     for n, kind in ((MIN_TOKENS - 1, SegmentAttention), (MIN_TOKENS, BlockedAttention)):
         pool, span, _, _ = segment_over("bf16", 0, n, seed=n)
         assert type(prefill_attention(pool, span, GROUP)) is kind
+
+
+@pytest.mark.parametrize(("start", "n"), [(0, 40), (0, 2 * BLOCK + 5), (37, 2 * BLOCK), (500, 300)])
+@pytest.mark.parametrize("window", [1, 16, 100, BLOCK + 1, 400, 10_000])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_windows_equal_the_plain_twin(dtype: str, window: int, start: int, n: int) -> None:
+    """Layer 0 has the window, layer 1 none; what no query of a block sees is not even read (NaN there would show)."""
+    pool, span, q, kv = segment_over(dtype, start, n, seed=start + n + window)
+    windows = (window, 0)
+    fast, plain = BlockedAttention(pool, span, GROUP, windows), SegmentAttention(pool, span, windows)
+    fast._scores.fill_(math.nan)
+    bound = {"fp32": 2e-6, "bf16": 0.02}[dtype]
+    for layer in range(LAYERS):
+        found = fast.run(layer, q[layer], kv[layer, 0], kv[layer, 1]).clone()
+        wanted = plain.run(layer, q[layer], kv[layer, 0], kv[layer, 1])
+        torch.testing.assert_close(found.float(), wanted.float(), atol=bound, rtol=bound)
+    if window == 1:
+        values = kv[0, 1].repeat_interleave(GROUP, dim=1).reshape(n, -1)
+        torch.testing.assert_close(plain.run(0, q[0], kv[0, 0], kv[0, 1]).float(), values.float(), atol=bound, rtol=bound)
