@@ -1,11 +1,11 @@
-"""The disk tier in memory, with faults by script. No threads, no files; standard library only.
+"""The disk tier in memory, with faults by script. No threads, no files.
 
 Implements ``StorePort`` of the scheduler. ``hold`` False: jobs run inside the call; True: they wait in ``pending`` until
 whoever scripts the order calls ``run`` (slow), or ``refuse`` (any reason). Faults that last: ``full``, ``writable``;
 faults of one chunk: ``corrupt`` (bytes changed), ``tear`` (cut short), ``vanish`` (gone without a word).
 
 Bound: ``capacity`` chunks; beyond it the least recently used entry without children that is not pinned is evicted and
-``on_gone`` is called, and if there is none the write is refused as "full".
+``on_gone`` is called, and if there is none the write is refused as "full". Records: ``fake_records.py``.
 """
 
 from __future__ import annotations
@@ -16,8 +16,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvalet.store.fake_records import Branch, FakeRecords
 from kvalet.store.ids import ChunkKey, ChunkMeta, TailRef, chunk_key
-from kvalet.store.jobs import ReadResult, WriteResult
+from kvalet.store.jobs import ReadResult, RecordResult, WriteResult
+from kvalet.store.record import Record
+
+NO_SLOT = memoryview(b"")
 
 
 @dataclass(slots=True)
@@ -42,6 +46,8 @@ class FakeJob:
     ids: tuple[int, ...] = ()
     candidates: tuple[TailRef, ...] = ()
     secret: bytes = b""
+    record: Record | None = None
+    branch: Branch = ("", "", "")
 
     def run(self) -> None:
         self._leave()
@@ -49,7 +55,10 @@ class FakeJob:
 
     def refuse(self, reason: str) -> None:
         self._leave()
-        self.done(WriteResult(self.job, reason) if self.kind == "write" else ReadResult(self.job, reason))
+        if "record" in self.kind:
+            self.done(RecordResult(self.job, reason))
+        else:
+            self.done(WriteResult(self.job, reason) if self.kind == "write" else ReadResult(self.job, reason))
 
     def _leave(self) -> None:
         if self in self.store.pending:
@@ -66,6 +75,7 @@ class FakeStore:
         self.writable = True
         self.pending: list[FakeJob] = []
         self.entries: dict[ChunkKey, _Entry] = {}
+        self.records = FakeRecords(capacity)
         self.pins: Counter[ChunkKey] = Counter()
         self.on_gone: Callable[[tuple[ChunkKey, ...]], None] = lambda keys: None
         self._gone: list[ChunkKey] = []
@@ -83,6 +93,9 @@ class FakeStore:
 
     def accepts_writes(self) -> bool:
         return self.writable
+
+    def branches(self, tenant: str, session: str) -> Sequence[str]:
+        return self.records.branches(tenant, session)
 
     # jobs
 
@@ -111,13 +124,27 @@ class FakeStore:
     def write(self, job: int, meta: ChunkMeta, slot: memoryview, done: Callable[[Any], None], *, klass: int) -> None:
         self._take(FakeJob(self, job, "write", slot, done, meta))
 
+    def write_record(self, job: int, record: Record, done: Callable[[Any], None], *, klass: int) -> None:
+        branch = (record.tenant, record.session, record.branch)
+        self._take(FakeJob(self, job, "write_record", NO_SLOT, done, record=record, branch=branch))
+
+    def read_record(self, job: int, tenant: str, session: str, branch: str, done: Callable[[Any], None]) -> None:
+        self._take(FakeJob(self, job, "read_record", NO_SLOT, done, branch=(tenant, session, branch)))
+
+    def drop_record(self, tenant: str, session: str, branch: str) -> None:
+        """What waits to be written under that name is as if it had been written and then dropped."""
+        name = (tenant, session, branch)
+        for waiting in [one for one in self.pending if one.kind == "write_record" and one.branch == name]:
+            waiting.run()
+        self.records.forget(name)
+
     def cancel(self, job: int) -> None:
         """What waits is refused as cancelled."""
         for waiting in list(self.pending):
             if waiting.job == job:
                 waiting.refuse("cancelled")
 
-    def settle(self, completion: ReadResult | WriteResult) -> ReadResult | WriteResult:
+    def settle(self, completion: Any) -> Any:
         if self._gone:
             gone, self._gone = tuple(self._gone), []
             self.on_gone(gone)
@@ -162,7 +189,11 @@ class FakeStore:
 
     # the work
 
-    def execute(self, job: FakeJob) -> ReadResult | WriteResult:
+    def execute(self, job: FakeJob) -> ReadResult | WriteResult | RecordResult:
+        if job.kind == "read_record":
+            return self.records.read(job.job, job.branch)
+        if job.record is not None:
+            return self._write_record(job.job, job.record)
         if job.kind == "write":
             return self._write(job)
         return self._read_tail(job) if job.kind == "read_tail" else self._read(job)
@@ -189,10 +220,16 @@ class FakeStore:
         self.entries[meta.key] = _Entry(meta, data, zlib.crc32(data), self._clock)
         return WriteResult(job.job, n_bytes=len(data))
 
+    def _write_record(self, job: int, record: Record) -> RecordResult:
+        if not self.writable:
+            return RecordResult(job, "read_only")
+        return self.records.write(job, record, self.entries, full=self.full)
+
     def _make_room(self, parent: bytes) -> bool:
+        kept = self.records.pinned_keys()
         while len(self.entries) >= self.capacity:
             parents = {entry.meta.parent for entry in self.entries.values()}
-            leaves = [k for k in self.entries if k not in parents and k != parent and not self.pins[k]]
+            leaves = [k for k in self.entries if k not in parents and k != parent and k not in kept and not self.pins[k]]
             if not leaves:
                 return False
             victim = min(leaves, key=lambda k: self.entries[k].recency)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvalet.store.ids import ChunkKey
+from kvalet.store.record import Record
 
 NO_KEY = ChunkKey(b"")
 
@@ -26,11 +27,26 @@ class ReadResult:
 
 @dataclass(frozen=True, slots=True)
 class WriteResult:
-    """``reason`` "" = durable. Else one of: full, io, ancestor, read_only, resources, cancelled, closed, internal. ``skipped``:
-    it was there already (or another job wrote it meanwhile), this job wrote nothing."""
+    """``reason`` "" = durable. Else one of: full, io, ancestor, read_only, resources, cancelled, closed, budget (of the day),
+    internal. ``skipped``: it was there already (or another job wrote it meanwhile), this job wrote nothing."""
 
     job: int
     reason: str = ""
     n_bytes: int = 0
     skipped: bool = False
     write_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RecordResult:
+    """Of a write and of a read; ``reason`` "" = the record is durable, or ``record`` is what was read, whole and verified.
+
+    A write fails for the reasons of WriteResult, and: missing (something it names is not on disk), busy (another write of this
+    record is under way), record (it cannot be told: longer than 8 MiB, or text that is not Unicode). A read fails for the
+    reasons of ReadResult. ``n_bytes``: of the file.
+    """
+
+    job: int
+    reason: str = ""
+    record: Record | None = None
+    n_bytes: int = 0

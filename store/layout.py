@@ -3,6 +3,8 @@
 STORE SECRET IDENTITY LOCK tmp/ bad/
 c/<2 hex of key>/<64 hex key>.<ordinal>.<8 hex tenant tag>
 t/<2 hex of parent>/<64 hex parent>.<n tokens>.<16 hex of key>.<8 hex tenant tag>
+s/<2 hex of key>/<64 hex key>.<ordinal>.<8 hex tenant tag>
+r/<2 hex of session>/<32 hex session>.<16 hex branch>.<16 hex of the first key it names>.<s|p|m>
 """
 
 from __future__ import annotations
@@ -12,28 +14,35 @@ import re
 from dataclasses import dataclass
 
 from kvalet.store.ids import ChunkMeta
+from kvalet.store.record import Record
 
 CHUNKS = "c"
 TAILS = "t"
+STATES = "s"
+RECORDS = "r"
 TMP = "tmp"
 BAD = "bad"
 STORE_FILE = "STORE"
 SECRET_FILE = "SECRET"
 LOCK_FILE = "LOCK"
 IDENTITY_FILE = "IDENTITY"
-FOLDERS = (CHUNKS, TAILS, TMP, BAD)
+SHARDED = (CHUNKS, TAILS, STATES, RECORDS)
+FOLDERS = (*SHARDED, TMP, BAD)
 SHARDS = tuple(f"{i:02x}" for i in range(256))
 
 _CHUNK_NAME = re.compile(r"([0-9a-f]{64})\.(0|[1-9][0-9]{0,9})\.([0-9a-f]{8})")
 _TAIL_NAME = re.compile(r"([0-9a-f]{64})\.([1-9][0-9]{0,3})\.([0-9a-f]{16})\.([0-9a-f]{8})")
-_BAD_NAME = re.compile(r"[0-9]{20}\.[0-9a-f.]{75,110}")
+_RECORD_NAME = re.compile(r"([0-9a-f]{32})\.([0-9a-f]{16})\.([0-9a-f]{16})\.([spm])")
+_BRANCH = re.compile(r"[0-9a-f]{16}")
+_BAD_NAME = re.compile(r"[0-9]{20}\.(?:[0-9a-f.]{75,110}|[0-9a-f.]{67}[spm])")
 _TMP_NAME = re.compile(r"[0-9]+\.[0-9]+\.[0-9a-f]{16}")
 
 
 @dataclass(frozen=True, slots=True)
 class FileName:
-    """One chunk or tail file. ``index_key``: what the index calls it: the chunk's whole key, or the first 8 bytes of a
-    tail's key (all that a tail's name holds; the header is compared in full at every read)."""
+    """One file. ``index_key``: what the index calls it: the whole key of a chunk or a state, the first 8 bytes of a tail's
+    key (all that a tail's name holds; the header is compared in full at every read), 16 bytes for a record, whose ``session``,
+    ``branch``, ``head`` and ``pinned`` are told by its name."""
 
     folder: str
     shard: str
@@ -42,10 +51,18 @@ class FileName:
     ordinal: int = -1
     parent: bytes | None = None
     n_tokens: int = 0
+    session: bytes = b""
+    branch: str = ""
+    head: bytes = b""
+    pinned: bool = False
 
     @property
     def is_tail(self) -> bool:
         return self.folder == TAILS
+
+    @property
+    def is_record(self) -> bool:
+        return self.folder == RECORDS
 
 
 def index_key(meta: ChunkMeta) -> bytes:
@@ -66,9 +83,54 @@ def file_name(meta: ChunkMeta, tag: str) -> FileName:
     return FileName(CHUNKS, key[:2], f"{key}.{meta.ordinal}.{tag}", bytes(meta.key), meta.ordinal, bytes(meta.parent))
 
 
+def tenant_hash(store_secret: bytes, tenant: str) -> bytes:
+    """16 bytes, keyed: what a record says of its tenant."""
+    data = b"tenant:" + tenant.encode("utf-8", "surrogatepass")
+    return hashlib.blake2b(data, key=store_secret, digest_size=16).digest()
+
+
+def session_hash(store_secret: bytes, tenant: bytes, session: str) -> bytes:
+    """16 bytes, keyed. ``tenant``: its ``tenant_hash``."""
+    data = b"session:" + tenant + session.encode("utf-8", "surrogatepass")
+    return hashlib.blake2b(data, key=store_secret, digest_size=16).digest()
+
+
+def record_index_key(session: bytes, branch: str) -> bytes:
+    """16 bytes. ``session``: its ``session_hash``."""
+    return hashlib.blake2b(session + branch.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+def record_name(session: bytes, record: Record) -> FileName:
+    """``session``: its ``session_hash``. ValueError if the branch is not 16 hex digits."""
+    if not _BRANCH.fullmatch(record.branch):
+        raise ValueError(f"a branch is 16 hex digits, not {record.branch!r}")
+    letter = "m" if record.kind == "meta" else "p" if record.pinned else "s"
+    name = f"{session.hex()}.{record.branch}.{record.head.hex()}.{letter}"
+    return _record_file(session, record.branch, record.head, letter, name)
+
+
+def _record_file(session: bytes, branch: str, head: bytes, letter: str, name: str) -> FileName:
+    return FileName(
+        RECORDS,
+        name[:2],
+        name,
+        record_index_key(session, branch),
+        session=session,
+        branch=branch,
+        head=head,
+        pinned=letter == "p",
+    )
+
+
 def parse_name(folder: str, shard: str, name: str) -> FileName | None:
     """None: not a name of ours, or in the wrong shard. A tail's ordinal is not in its name (-1)."""
-    if folder == CHUNKS:
+    if folder == RECORDS:
+        match = _RECORD_NAME.fullmatch(name)
+        if match and match[1][:2] == shard:
+            session, head = bytes.fromhex(match[1]), bytes.fromhex(match[3])
+            return _record_file(session, match[2], head, match[4], name)
+        return None
+    if folder in (CHUNKS, STATES):
         match = _CHUNK_NAME.fullmatch(name)
         if match and match[1][:2] == shard:
             return FileName(folder, shard, name, bytes.fromhex(match[1]), int(match[2]))
