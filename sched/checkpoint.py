@@ -16,6 +16,7 @@ from kvalet.sched.chunks import Chunk
 from kvalet.sched.lines import Line
 from kvalet.sched.persist import CHECKPOINT, first_missing, given_up, toward_disk, writing
 from kvalet.sched.spill import can_drain
+from kvalet.store.ids import ChunkKey
 
 MAX_CHECKPOINTS = 2
 """Writes of this kind under way."""
@@ -69,11 +70,20 @@ def _step(board: Board, line: Line) -> None:
 
 
 def _deepest_missing(board: Board, line: Line) -> Chunk | None:
-    """The last piece of the line that the disk lacks and a tier above has; what comes before it is written first."""
-    for key in reversed(line.pieces):
+    """The last piece of the line that the disk lacks and a tier above has (what comes before it is written first), or the
+    first piece that is missing before what the disk has: it was damaged there."""
+    pieces = line.pieces
+    for key in reversed(pieces):
         if board.disk.has(key):
-            return None
-        chunk = board.chunks.get(key)
-        if chunk is not None and not chunk.on_disk and (chunk.slot is not None or chunk.node is not None):
+            break
+        if (chunk := _above(board, key)) is not None:
             return chunk
-    return None
+    hole = records.durable(board, line) // board.config.chunk_tokens
+    return _above(board, pieces[hole]) if hole < len(pieces) else None
+
+
+def _above(board: Board, key: ChunkKey) -> Chunk | None:
+    """A piece that a tier above the disk has and the disk has not."""
+    chunk = board.chunks.get(key)
+    above = chunk is not None and not chunk.on_disk and (chunk.slot is not None or chunk.node is not None)
+    return chunk if above else None

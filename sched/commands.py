@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from kvalet.runtime.plan import PageId, SlotId
 from kvalet.sched.events import TransferId
 from kvalet.sched.session_state import SessionState
 from kvalet.sched.turns import Ended, Piece, Refusal, TurnId
 from kvalet.store.ids import ChunkKey, ChunkMeta, TailRef
-
-if TYPE_CHECKING:
-    from kvalet.store.record import Record
+from kvalet.store.record import Record
 
 
 @dataclass(frozen=True, slots=True)

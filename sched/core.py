@@ -210,8 +210,7 @@ class Core:
         for turn in sorted(board.turns.values(), key=lambda t: t.order):
             lifecycle.end(board, turn, EndReason.DEVICE_ERROR, event.message)
         board.closes.clear()
-        while board.index.leaves:
-            board.remove_node(next(iter(board.index.leaves)))
+        spill.lose_all(board)
 
     def _transfer(self, event: Answer) -> Transfer:
         transfer = self._board.transfers.get(event.transfer)

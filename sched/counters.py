@@ -16,7 +16,8 @@ class Counters:
     no event does: the loop knows a page's size). ``dropped``: device victims given up because no slot came free, and
     chunks that RAM gave up to make room; ``lost_tokens`` by reason is in the reports of turns. ``checkpointed``: of the
     written chunks, those that no eviction asked for. ``lost_pinned``: pinned ones given up because the disk did not take
-    them and a turn could not go on otherwise."""
+    them and a turn could not go on otherwise. ``lost_device``: what went with a lost device: cached pages that had no copy
+    below, and chunks in RAM or on their way to disk that a page before them, lost with it, made useless."""
 
     events: int = 0
     steps: int = 0
@@ -52,6 +53,8 @@ class Counters:
     checkpointed_chunks: int = 0
     checkpoint_refusals: Counter[str] = field(default_factory=Counter)
     lost_pinned_chunks: int = 0
+    lost_device_pages: int = 0
+    lost_device_chunks: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,4 +70,7 @@ def _left(board: Board) -> list[Chunk]:
 def _finish(board: Board) -> None:
     board.drained = True
     _link_leaves(board)
-    board.out.append(Drained(len(_left(board)), records.left(board)))
+    counters = board.counters
+    board.out.append(
+        Drained(len(_left(board)), records.left(board), counters.lost_device_pages, counters.lost_device_chunks)
+    )

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NewType
+from typing import NewType
 
 from kvalet.runtime.plan import StepResult
 from kvalet.sched.turns import EndReason, TurnId, TurnSpec
 from kvalet.store.ids import ChunkKey
-
-if TYPE_CHECKING:
-    from kvalet.store.record import Record
+from kvalet.store.record import Record
 
 TransferId = NewType("TransferId", int)
 """Names one transfer (one chunk moving one way between two tiers). Never reused."""

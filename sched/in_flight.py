@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from kvalet.runtime.errors import DeviceLostText
 from kvalet.runtime.plan import SlotId
 from kvalet.sched.commands import (
     CancelTransfer,
@@ -53,7 +54,10 @@ class InFlight:
         slot_view: Callable[[SlotId], memoryview],
         post: Callable[[Posting], None],
         stats: Stats,
+        on_device_lost: Callable[[str], None] = log.error,
     ) -> None:
+        """``on_device_lost``: told, on the loop thread, each time a copy says that the device is lost."""
+        self._on_device_lost = on_device_lost
         self._copier = copier
         self._store = store
         self._slot_view = slot_view
@@ -165,6 +169,8 @@ class InFlight:
         totals = self._stats.copies_out if isinstance(command, CopyOut) else self._stats.copies_in
         if error is not None:
             totals.failed("copy")
+            if isinstance(error, DeviceLostText):
+                self._on_device_lost(error)
             return CopyFailed(now, command.transfer, error)
         totals.done(copy_ms, pages=len(command.pages))
         return CopyDone(now, command.transfer, copy_ms)

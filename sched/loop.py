@@ -1,8 +1,8 @@
 """``Scheduler``: the only asyncio shell of sched. What may be asked of it, and how it begins and ends.
 
 When something breaks:
-- the engine raises: every turn ends once with ``device_error``; ``device_lost`` says why, ``on_device_lost`` is called
-  once; transfers go on, so that ``drain`` can save what is in RAM.
+- the engine raises, or a copy finds the device lost: every turn ends once with ``device_error``; ``device_lost`` says why,
+  ``on_device_lost`` is called once; transfers go on, so that ``drain`` can save what is in RAM.
 - the core raises (its state contradicts itself): a defect. The story is logged, every open turn is ended once with
   ``internal`` by the loop itself, new turns are refused, ``on_device_lost`` is called; ``drain`` returns at once.
 """
@@ -151,7 +151,7 @@ class Scheduler:
         deadline = self.now() + seconds
         ticker.inbox.post_local(lambda now: events.BeginDrain(now, deadline))
         await ticker.until(lambda: ticker.left_behind is not None or ticker.retired, seconds + DRAIN_GRACE_S)
-        return DrainReport(ticker.left_behind is not None, ticker.left_behind, ticker.records_left)
+        return DrainReport(ticker.left_behind is not None, ticker.left_behind, ticker.records_left, *ticker.lost_with_device)
 
     def statistics(self) -> SchedulerStatistics:
         ticker = self._ticker

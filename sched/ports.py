@@ -7,13 +7,11 @@ runtime.fake.FakeCopier (CopierPort), store.store.DiskStore and store.fake.FakeS
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from kvalet.runtime.plan import PageId, SlotId, StepPlan, StepResult
 from kvalet.store.ids import ChunkKey, ChunkMeta, TailRef
-
-if TYPE_CHECKING:
-    from kvalet.store.record import Record
+from kvalet.store.record import Record
 
 CopyDoneCallback = Callable[[str | None, float], None]
 JobDoneCallback = Callable[[Any], None]

@@ -9,15 +9,13 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvalet.sched.commands import DropRecord, ReadRecords, WriteRecord
 from kvalet.sched.events import Event, RecordDone, RecordFailed, RecordsRead, TransferId
 from kvalet.sched.inbox import Posting
 from kvalet.sched.ports import StorePort
-
-if TYPE_CHECKING:
-    from kvalet.store.record import Record
+from kvalet.store.record import Record
 
 log = logging.getLogger(__name__)
 

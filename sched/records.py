@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import islice
-from typing import TYPE_CHECKING
 
 from kvalet.sched.board import Board
 from kvalet.sched.commands import DropRecord, PinDisk, UnpinDisk, WriteRecord
@@ -18,9 +17,7 @@ from kvalet.sched.events import RecordDone, RecordFailed, TransferId
 from kvalet.sched.lines import Line, RecordJob, Saved
 from kvalet.sched.session import Session
 from kvalet.store.ids import ChunkKey
-
-if TYPE_CHECKING:
-    from kvalet.store.record import Record
+from kvalet.store.record import Record
 
 MAX_RECORDS = 4
 """Records under way."""
@@ -28,7 +25,7 @@ MAX_FAILURES = 3
 """After so many failures in a row a line waits for its next turn, a drain, or a disk that takes something again."""
 MAX_RETRY_S = 30.0
 BUDGET_PAUSE_S = 60.0
-PASSING = frozenset({"cancelled", "closed", "missing"})
+PASSING = frozenset({"cancelled", "closed", "missing", "busy", "record"})
 """Why a record failed without the disk being at fault."""
 
 

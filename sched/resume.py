@@ -9,7 +9,6 @@ would have told; one whose chunks are partly gone resumes at the longest prefix 
 from __future__ import annotations
 
 from itertools import islice
-from typing import TYPE_CHECKING
 
 from kvalet.sched.board import Board
 from kvalet.sched.commands import ReadRecords, TellSession
@@ -19,9 +18,7 @@ from kvalet.sched.lines import Ask, Line, Load, Saved
 from kvalet.sched.records import number, stored_branches, trim
 from kvalet.sched.session import MAX_BRANCHES, Branch, Session, Turn
 from kvalet.sched.session_state import SessionState
-
-if TYPE_CHECKING:
-    from kvalet.store.record import Record
+from kvalet.store.record import Record
 
 MAX_ASKS = 64
 """Questions that wait for one session's records; one more is answered with what is known."""

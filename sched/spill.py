@@ -142,6 +142,25 @@ def _pins_waited_enough(board: Board) -> bool:
     return board.now >= lines.pin_wait_since + board.config.pin_wait_s
 
 
+def lose_all(board: Board) -> None:
+    """The device is lost: every page leaves the index. Counts what had no copy below, and what RAM holds in vain because
+    something before it was only on the device."""
+    in_ram = _only_in_ram(board)
+    while board.index.leaves:
+        leaf = next(iter(board.index.leaves))
+        unit = unit_of(board, leaf)
+        nodes = unit.nodes or (leaf,)
+        if not board.chunks.covered(unit.parent, leaf.root.secret, unit.ids):
+            board.counters.lost_device_pages += len(nodes)
+        for node in nodes:
+            board.remove_node(node)
+    board.counters.lost_device_chunks += in_ram - _only_in_ram(board)
+
+
+def _only_in_ram(board: Board) -> int:
+    return sum(chunk.slot is not None and not chunk.on_disk for chunk in board.chunks)
+
+
 def _remove(board: Board, unit: Unit) -> None:
     for node in unit.nodes:
         board.remove_node(node)

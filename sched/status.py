@@ -13,11 +13,14 @@ from kvalet.sched.stats import Totals
 class DrainReport:
     """``finished``: the core said that nothing is left to do or its deadline has passed. ``left_behind``: chunks that did
     not reach the disk; None where the core did not say (it failed, or was not heard in time). ``records_left``: branches of
-    named sessions whose record does not say all of them."""
+    named sessions whose record does not say all of them. ``lost_pages``, ``lost_chunks``: what went with a lost device
+    (``Counters.lost_device_pages``)."""
 
     finished: bool
     left_behind: int | None
     records_left: int = 0
+    lost_pages: int = 0
+    lost_chunks: int = 0
 
 
 @dataclass(frozen=True, slots=True)

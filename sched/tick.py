@@ -84,7 +84,7 @@ class Ticker:
         self._stats = stats
         self.inbox = inbox = Inbox(loop, self._tick)
         self.turns = OpenTurns(loop, clock, write_timeout_s, inbox, stats)
-        self.transfers = InFlight(copier, store, slot_view, inbox.post, stats)
+        self.transfers = InFlight(copier, store, slot_view, inbox.post, stats, self._copy_lost_device)
         self.records = RecordJobs(store, inbox.post)
         self.questions = Questions(loop, inbox)
         self.engine_thread = EngineThread(
@@ -100,6 +100,7 @@ class Ticker:
         self.retired = False
         self.left_behind: int | None = None
         self.records_left = 0
+        self.lost_with_device = (0, 0)
         """What the core's ``Drained`` said."""
         self._wakeups = Wakeups(loop, clock, lambda: inbox.post_local(events.Tick))
         self._actions = self._action_table()
@@ -219,6 +220,15 @@ class Ticker:
         self._lose_device(message)
         return events.DeviceFailed(now, message)
 
+    def _copy_lost_device(self, message: str) -> None:
+        """A copy found the device lost, perhaps while no step runs: no plan goes to it any more. A step in flight may still
+        fail, or never end; its result is not heard."""
+        if self.device_lost is None:
+            log.error("a copy failed, the device is lost: %s", message)
+            self._lose_device(message)
+            self.engine_thread.stop()
+            self.inbox.post_local(lambda now: events.DeviceFailed(now, message))
+
     def _engine_has_exited(self, _now: float) -> None:
         self.engine_exited = True
 
@@ -244,6 +254,7 @@ class Ticker:
 
     def _drained(self, command: commands.Drained, _now: float) -> None:
         self.left_behind, self.records_left = command.left_behind, command.records_left
+        self.lost_with_device = (command.lost_pages, command.lost_chunks)
 
     def _is_idle(self) -> bool:
         return not len(self.turns) and not self.engine_thread.in_flight

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvalet.sched import commands as cmd
 from kvalet.sched import events as ev
@@ -12,11 +12,9 @@ from kvalet.sched.config import SchedConfig
 from kvalet.sched.core import Core
 from kvalet.sched.session import space_of
 from kvalet.sched.session_state import SessionState
-from kvalet.store.fake import FakeStore
+from kvalet.store.fake import FakeJob, FakeStore
 from kvalet.store.ids import chunk_key
-
-if TYPE_CHECKING:
-    from kvalet.store.record import Record
+from kvalet.store.record import Record
 
 
 class RecordSide:
@@ -38,6 +36,28 @@ class RecordSide:
 
     def advance(self) -> bool:
         raise NotImplementedError
+
+    def step(self) -> bool:
+        raise NotImplementedError
+
+    def copy(self, inward: bool, error: str | None = None) -> bool:
+        raise NotImplementedError
+
+    def jobs(self, kind: str = "") -> list[FakeJob]:
+        raise NotImplementedError
+
+    def job(self, kind: str = "", reason: str = "", index: int = 0) -> bool:
+        raise NotImplementedError
+
+    def tick(self, seconds: float = 0.0) -> bool:
+        raise NotImplementedError
+
+    def advance_but_records(self) -> bool:
+        """One thing of any kind happens, but for the jobs of records. False: all else is quiet."""
+        chunks = [index for index, job in enumerate(self.jobs()) if "record" not in job.kind]
+        if self.step() or self.copy(True) or self.copy(False):
+            return True
+        return self.job("", "", chunks[0]) if chunks else self.tick()
 
     def session(self, name: str, pinned: bool | None = None) -> SessionState | None:
         """Ask about a session, or pin it; the machine runs until the answer is there."""
