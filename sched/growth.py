@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from kvalet.sched.board import Board
 from kvalet.sched.lines import Line
@@ -44,6 +45,7 @@ def _keep_line(
         board.lines.remove(line)
         let_go(board, line)
         _drop_covered_tail(board, line.node)
+        _keep_spans(line, branch)
         line.branch, line.keys, line.tail, line.failures, line.refused = branch, keys, tail, 0, ""
     line.node, line.used = last, board.now
     board.lines.add(line)
@@ -52,6 +54,13 @@ def _keep_line(
         want(board, line)
     elif board.disk.has(line.last):
         board.lines.due[line] = None
+
+
+def _keep_spans(line: Line, grown: Branch) -> None:
+    """Of the transcript, what still stands in the ids that the branch has now: a client may have changed its end."""
+    if line.told is not None and line.told.spans:
+        shared = common_prefix(line.branch.ids, grown.ids)
+        line.told = replace(line.told, spans=tuple(span for span in line.told.spans if span.end <= shared))
 
 
 def _drop_covered_tail(board: Board, node: Node | None) -> None:

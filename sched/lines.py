@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from kvalet.sched.events import TransferId
 from kvalet.sched.session import Branch, Session
 from kvalet.store.ids import ChunkKey
+from kvalet.store.record import Record
 
 if TYPE_CHECKING:
     from kvalet.sched.prefix import Node
@@ -37,6 +38,7 @@ class Line:
 
     ``node``: where its last page lay on the device when its last turn ended. ``saved``: what its durable record says;
     ``sending``: what the record under way says. ``held``: keys pinned in the store until the record is durable.
+    ``told``: what else the record read from disk says (transcript, ttl, keys of later versions): kept when it is replaced.
     ``failures``: writes and records that failed in a row since its last turn; ``refused``: the last one's reason.
     """
 
@@ -48,6 +50,7 @@ class Line:
     saved: Saved | None = None
     sending: Saved | None = None
     held: tuple[ChunkKey, ...] = ()
+    told: Record | None = None
     failures: int = 0
     refused: str = ""
     used: float = 0.0

@@ -9,6 +9,7 @@ its records is in ``resume.py``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import islice
 
 from kvalet.sched.board import Board
@@ -94,10 +95,10 @@ def _send(board: Board, line: Line) -> None:
     keys = line.keys[: n_tokens // board.config.chunk_tokens]
     tail = line.tail if n_tokens == branch.kv_len else None
     job = RecordJob(line, saved, keys if tail is None else (*keys, tail))
-    record = Record(
-        tenant=session.tenant, session=session.name, branch=branch.id, ids=branch.ids, boundary=branch.boundary,
-        kv_len=n_tokens, decoded=branch.decoded, space=branch.space, chunk_keys=keys, tail_key=tail, parent=branch.parent,
-        fork_at=branch.fork_at, pinned=session.pinned,
+    told = line.told or Record(session.tenant, session.name, branch.id, (), 0, 0)
+    record = replace(
+        told, ids=branch.ids, boundary=branch.boundary, kv_len=n_tokens, decoded=branch.decoded, space=branch.space,
+        chunk_keys=keys, tail_key=tail, parent=branch.parent, fork_at=branch.fork_at, pinned=session.pinned,
     )  # fmt: skip
     transfer = number(board)
     board.lines.jobs[transfer] = job

@@ -8,6 +8,7 @@ would have told; one whose chunks are partly gone resumes at the longest prefix 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import islice
 
 from kvalet.sched.board import Board
@@ -89,6 +90,7 @@ def _take_in(board: Board, session: Session, records: tuple[Record, ...]) -> Non
             line = Line(session, branch, record.chunk_keys, record.tail_key)
             if record in own:
                 line.saved = Saved(branch, record.kv_len, record.pinned)
+                line.told = replace(record, ids=(), decoded=(), chunk_keys=(), tail_key=None, state_keys=())
             session.lines[branch.id] = line
             board.lines.add(line)
             back.append(branch)

@@ -9,7 +9,7 @@ from kvalet.runtime.fake_model import FakeModel
 from kvalet.sched import events as ev
 from kvalet.sched.resume import MAX_ASKS, fits
 from kvalet.sched.turns import EndReason
-from kvalet.store.record import Record
+from kvalet.store.record import Record, Span
 from schedworld import Client, World, config
 from talk import after, crowd, drain, open_session, records, report, restart, words
 
@@ -225,3 +225,20 @@ def test_a_record_whose_parts_do_not_fit_together_is_not_used(change: dict[str, 
     assert fits(GOOD, 8)
     changed = replace(GOOD, **change)  # type: ignore[arg-type]
     assert not fits(changed, 8) or change == {"kv_len": 20}  # 20 of 20 tokens, a tail of 4: odd, but it fits
+
+
+def test_what_a_record_says_beside_the_branch_is_kept_as_far_as_it_still_stands() -> None:
+    """Transcript, ttl and the keys of a later version outlive a turn; a span over ids that the client changed does not."""
+    world = World(config(n_pages=60))
+    client = parked(world)
+    (record,) = records(world)
+    assert world.store is not None
+    spans = (Span("early", 3, 9), Span("late", 31, 35))
+    told = replace(record, spans=spans, ttl_s=60, rest=b'{"later":[1]}')
+    world.store.records.write(0, told, world.store.entries, full=False)
+    world.ask((*after(client)[:32], 80, 81), "a", max_tokens=4, ignore_eos=True)
+    restart(world)
+    (now,) = records(world)
+    assert now.branch == record.branch
+    assert now.kv_len > record.kv_len
+    assert (now.spans, now.ttl_s, now.rest) == (spans[:1], 60, told.rest)
