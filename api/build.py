@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from kvalet.api.build_config import runtime_config, sched_config
 from kvalet.api.build_tiers import NoCopies, NoDisk, make_slab, no_slot, open_store
 from kvalet.api.config import EngineConfig
-from kvalet.api.fetch_model import cache_dir, model_path
+from kvalet.api.fetch_model import cache_dir
 from kvalet.api.machine import available_memory, folder_bytes, free_disk_bytes
 from kvalet.api.memory_plan import MemoryPlan, PlanError, plan_memory
+from kvalet.api.model_place import ModelPlace, NoModel, find_model
 from kvalet.api.prompts import Prompts
 from kvalet.api.template import ChatTemplate
 from kvalet.runtime.engine import LoadedModel, StepEngine, load_model
@@ -68,7 +68,7 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Parts:
     try:
         with ExitStack() as opened:
             return _build(config, tell, opened)
-    except (RuntimeFault, TokenizerError, GrammarError, PlanError, SlabError, StoreError) as error:
+    except (RuntimeFault, TokenizerError, GrammarError, PlanError, SlabError, StoreError, NoModel) as error:
         raise StartError(str(error)) from error
     except MemoryError as error:
         raise StartError("there is not enough memory for the model; try --weights int4 or smaller sizes") from error
@@ -77,12 +77,12 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Parts:
 def _build(config: EngineConfig, tell: Progress, opened: ExitStack) -> Parts:
     if config.device != "cpu":
         raise StartError(f"device {config.device!r} is not supported by this version; use 'cpu'")
-    path = _model_file(config)
-    tell(1, STEPS, f"reading {path.name}")
+    place = find_model(config.model)
+    tell(1, STEPS, f"reading {place.name}" if config.load_format == "auto" else f"making random weights for {place.name}")
     with _contradictions():
-        chosen = runtime_config(config, path, cache_dir())
+        chosen = runtime_config(config, place.path, cache_dir())
     model = load_model(chosen)
-    grammars = GrammarCache(model.tokenizer)
+    grammars = None if model.tokenizer.ids_only else GrammarCache(model.tokenizer)
     tell(2, STEPS, "sizing pool, RAM tier and disk tier")
     geometry = model.spec.geometry(chosen.kv_dtype)
     plan = _plan(config, geometry, model.context_tokens)
@@ -103,9 +103,10 @@ def _build(config: EngineConfig, tell: Progress, opened: ExitStack) -> Parts:
         template,
         context_tokens=model.context_tokens,
         default_max_tokens=config.default_max_tokens,
+        ids_only=model.tokenizer.ids_only,
     )
     notes = [*plan.notes, *(note for note in (store_note, template_note) if note)]
-    banner = _banner(config, path, model, geometry, plan, store, sched, notes)
+    banner = _banner(config, place, model, geometry, plan, store, sched, notes)
     return Parts(
         core=Core(sched, store if store is not None else NoDisk()),
         step_engine=step_engine,
@@ -115,9 +116,9 @@ def _build(config: EngineConfig, tell: Progress, opened: ExitStack) -> Parts:
         tokenizer=model.tokenizer,
         prompts=prompts,
         plan=plan,
-        model_id=config.served_name or path.stem,
+        model_id=config.served_name or place.name,
         context_tokens=model.context_tokens,
-        created=int(path.stat().st_mtime),
+        created=int(place.path.stat().st_mtime),
         banner=tuple(banner),
         close=opened.pop_all().close,
     )
@@ -136,13 +137,6 @@ def _silent(step: int, of: int, what: str) -> None:
     pass
 
 
-def _model_file(config: EngineConfig) -> Path:
-    path = Path(config.model) if config.model else model_path()
-    if not config.model and not path.is_file():
-        raise StartError(f"the default model is not at {path}: run `python -m kvalet.api.fetch_model` (or `make model`)")
-    return path
-
-
 def _plan(config: EngineConfig, geometry: KVGeometry, context_tokens: int) -> MemoryPlan:
     memory = available_memory()
     disk = free_disk_bytes(config.store_dir) + folder_bytes(config.store_dir) if config.store_dir else 0
@@ -159,10 +153,15 @@ def _plan(config: EngineConfig, geometry: KVGeometry, context_tokens: int) -> Me
 def _template(model: LoadedModel) -> tuple[ChatTemplate | None, str]:
     """None, with the reason, for a model that can only complete text."""
     source = model.spec.chat_template
+    if model.tokenizer.ids_only:
+        return None, "the folder has no tokenizer: prompts are lists of token ids, answers the ids as text, chat is off"
     if not source:
-        return None, "chat is off: the model file has no chat template"
+        return None, "chat is off: the model has no chat template"
     names = {token_id: text for text, token_id in model.tokenizer.control_ids.items()}
-    variables = {"bos_token": names.get(model.tokenizer.bos_id or -1, ""), "eos_token": _end_text(model.tokenizer, names)}
+    variables = model.spec.template_tokens or {
+        "bos_token": names.get(model.tokenizer.bos_id or -1, ""),
+        "eos_token": _end_text(model.tokenizer, names),
+    }
     try:
         return ChatTemplate(source, list(model.tokenizer.control_ids), variables), ""
     except ValueError as error:
@@ -175,7 +174,7 @@ def _end_text(tokenizer: Tokenizer, names: dict[int, str]) -> str:
 
 def _banner(
     config: EngineConfig,
-    path: Path,
+    place: ModelPlace,
     model: LoadedModel,
     geometry: KVGeometry,
     plan: MemoryPlan,
@@ -188,7 +187,7 @@ def _banner(
     if weights.path == "auto":
         family += f" (int4 up to {weights.switch_rows} rows)"
     lines = [
-        f"model {path.name}: {model.spec.n_layers} layers, {model.context_tokens:,} tokens of context, {family},"
+        f"model {place.name}: {model.spec.n_layers} layers, {model.context_tokens:,} tokens of context, {family},"
         f" weights {_mib(model.weights_bytes)}",
         f"pool {plan.pool_tokens:,} tokens ({_mib(plan.pool_bytes)}), arena {plan.arena_tokens:,} tokens,"
         f" {sched.max_rows} rows, chunks of {geometry.chunk_tokens} tokens",

@@ -39,6 +39,7 @@ def runtime_config(config: EngineConfig, path: Path, cache: Path) -> RuntimeConf
         decode_rows=config.decode_rows,
         forced_runs=_forced_runs(config),
         cache_dir=cache,
+        load_format=config.load_format,
     )
 
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 class EngineConfig:
     """Sizes: bytes or tokens as named; 0 means "choose and print why".
 
-    ``model``: path of a GGUF file, "" = the default model in the cache folder. ``device``: "cpu" or "cuda".
+    ``model``: a GGUF file, a Hugging Face folder, or "owner/name" of a repository that was pulled; "" = the default one in the
+    cache folder. ``load_format``: "dummy" takes random weights of the folder's shape. ``device``: "cpu" or "cuda".
     ``weights``: auto, bf16, fp32 or int4 (CPU). ``pool_tokens``: device pool, in tokens of KV. ``ram_bytes``: RAM tier,
     -1 = choose, 0 = off. ``store_dir`` "" = no disk tier; ``store_bytes`` its cap; ``store_min_free_bytes`` what must stay free
     on that disk. ``store_bytes_per_day``: most bytes written for checkpoints in a day, 0 = no limit. ``checkpoint``: "off"
@@ -23,6 +24,7 @@ class EngineConfig:
     served_name: str = ""
     device: str = "cpu"
     weights: str = "auto"
+    load_format: str = "auto"
     context_tokens: int = 0
     pool_tokens: int = 0
     ram_bytes: int = -1
@@ -56,7 +58,8 @@ class ServerConfig:
     longest silence on a stream. At a bound: a body over ``max_body_bytes`` is refused with 413, one with which the bodies in
     flight would exceed ``max_bodies_bytes`` with 429, JSON nested deeper than ``max_nesting`` with 400, a body that stalls for
     ``body_timeout_s`` with 408; a connection over ``max_connections`` is closed at once, and a client that takes nothing for
-    ``write_timeout_s`` is cut off.
+    ``write_timeout_s`` is cut off. ``drain_s``: for running turns and spills at the end; ``flush_s``: for what RAM holds after
+    the device was lost.
     """
 
     host: str = "127.0.0.1"
@@ -71,4 +74,5 @@ class ServerConfig:
     keep_alive_s: float = 75.0
     ping_s: float = 10.0
     drain_s: float = 30.0
+    flush_s: float = 30.0
     ready_file: str = ""

@@ -66,7 +66,8 @@ class Prepared:
 
 class Prompts:
     """``context_tokens``: the model's limit for prompt and answer together. ``default_max_tokens`` 0: what the context
-    leaves. ``template`` None: the model has none, chats are refused."""
+    leaves. ``template`` None: the model has none, chats are refused. ``ids_only``: it has no tokenizer either, and prompts are
+    lists of ids."""
 
     def __init__(
         self,
@@ -77,12 +78,14 @@ class Prompts:
         context_tokens: int,
         default_max_tokens: int = 0,
         calls: CallMemory | None = None,
+        ids_only: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
         self._grammars = grammars
         self._template = template
         self._context_tokens = context_tokens
         self._default_max_tokens = default_max_tokens
+        self._ids_only = ids_only
         self.calls = calls if calls is not None else CallMemory()
         self._known_schemas: OrderedDict[str, None] = OrderedDict()
         self._known_grammars: OrderedDict[str, GrammarSpec] = OrderedDict()
@@ -91,6 +94,8 @@ class Prompts:
 
     def chat(self, request: ChatRequest, today: date) -> Prepared:
         """ApiError 400 for everything about the request that cannot be served as asked, before any token is made."""
+        if self._template is None and self._ids_only:
+            raise ApiError("This model has no tokenizer: send token ids to /v1/completions.", code="no_chat_template")
         if self._template is None:
             raise ApiError("This model has no chat template; use /v1/completions.", code="no_chat_template")
         tools = parse_tools(request.tools)
@@ -120,6 +125,8 @@ class Prompts:
         """Special tokens in a text prompt count: it is the whole prompt as its author wants it. ApiError 400 as above."""
         prompt = request.prompt
         if isinstance(prompt, str):
+            if self._ids_only:
+                raise ApiError("This model has no tokenizer: send 'prompt' as a list of token ids.", param="prompt")
             bos = self._tokenizer.bos_id
             ids = self._tokenizer.encode(clean_text(prompt, "prompt"), allow_special=True)
             prompt = (*([] if bos is None else [bos]), *ids)

@@ -61,10 +61,13 @@ class ServeSettings(BaseSettings):
         cli_hide_none_type=True,
     )
 
-    model: CliPositionalArg[str] = Field("", description="path of a GGUF file; none = the default model in the cache folder")
+    model: CliPositionalArg[str] = Field(
+        "", description="a GGUF file, a model folder, or OWNER/NAME that was pulled; none = the default model"
+    )
     served_name: str = Field(ENGINE.served_name, description="name of the model in the API; none = from the file")
     device: Literal["cpu", "cuda"] = Field("cpu", description="where the model runs")
     weights: Literal["auto", "bf16", "fp32", "int4"] = Field("auto", description="weights on the CPU")
+    load_format: Literal["auto", "dummy"] = Field("auto", description="dummy = random weights of the folder's shape")
     context_tokens: int = Field(ENGINE.context_tokens, ge=0, description="context length, 0 = the model's")
     pool_tokens: int = Field(ENGINE.pool_tokens, ge=0, description="device pool in tokens of KV, 0 = choose")
     ram_bytes: Size = Field(ENGINE.ram_bytes, ge=-1, description="RAM tier, such as 2GiB; 0 = off, -1 = choose")
@@ -100,6 +103,7 @@ class ServeSettings(BaseSettings):
     keep_alive_seconds: Seconds = Field(SERVER.keep_alive_s, description="how long an idle connection stays open")
     ping_seconds: float = Field(SERVER.ping_s, gt=0, le=15, description="longest silence on a stream")
     drain_seconds: float = Field(SERVER.drain_s, ge=0, le=3600, description="time for running turns and spills at the end")
+    flush_seconds: float = Field(SERVER.flush_s, ge=0, le=3600, description="time to save RAM after the device is lost")
     ready_file: str = Field(SERVER.ready_file, description="file that holds the address while the server runs")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="what is logged to standard error")
     config: str = Field("", description=f"settings file; none = {DEFAULT_FILE} in this folder, if there is one")
@@ -134,6 +138,7 @@ class ServeSettings(BaseSettings):
             keep_alive_s=self.keep_alive_seconds,
             ping_s=self.ping_seconds,
             drain_s=self.drain_seconds,
+            flush_s=self.flush_seconds,
         )
 
 

@@ -67,7 +67,7 @@ def causal_mask(start: int, n: int, dtype: torch.dtype) -> Tensor | None:
 
 
 def window_mask(start: int, n: int, window: int, dtype: torch.dtype) -> Tensor:
-    """Like ``causal_mask``, with -inf also ``window`` tokens and more before token i: it sees itself and ``window`` - 1 more."""
+    """Like ``causal_mask``, with -inf also ``window`` tokens and more before token i."""
     distance = torch.arange(start, start + n).unsqueeze(1) - torch.arange(start + n)
     return torch.zeros(n, start + n, dtype=dtype).masked_fill_((distance < 0) | (distance >= window), -math.inf)
 

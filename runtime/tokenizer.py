@@ -124,6 +124,11 @@ class Tokenizer:
         self._literal = frozenset(added)
         self._bytes: dict[int, bytes] = {}
 
+    @property
+    def ids_only(self) -> bool:
+        """There is no tokenizer: no text can be encoded, and ids are decoded to their decimal numbers."""
+        return self.alphabet is Alphabet.IDS
+
     def encode(self, text: str, *, allow_special: bool) -> list[int]:
         """Ids of ``text``. ``allow_special``: control-token text becomes the control token; else it stays text, which is what
         text from a client needs. Releases the interpreter lock while it works."""

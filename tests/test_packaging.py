@@ -84,7 +84,7 @@ def test_metadata(wheel: Path) -> None:
 
     assert (head["Name"], head["Version"], head["License-Expression"]) == ("kvalet", __version__, "Apache-2.0")
     assert head["Requires-Python"] == ">=3.11"
-    assert set(head.get_all("Provides-Extra") or ()) == {"cuda", "dev"}
+    assert set(head.get_all("Provides-Extra") or ()) == {"cuda", "dev", "hub"}
     needs = [need for need in head.get_all("Requires-Dist") or () if "extra ==" not in need]
     assert "torch>=2.11" in needs
     assert head.get_payload().lstrip().startswith("# kvalet")

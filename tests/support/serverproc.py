@@ -30,8 +30,10 @@ def model_path() -> str:
 class Server:
     """``args`` are added to `kvalet serve MODEL`. Use as a context manager; ``log`` holds what it printed."""
 
-    def __init__(self, *args: str, env: dict[str, str] | None = None) -> None:
+    def __init__(self, *args: str, env: dict[str, str] | None = None, served: str = "") -> None:
+        """``served``: the model's file or folder, "" = the default model."""
         self.args = args
+        self.served = served
         self.env = env or {}
         self.url = ""
         self._dir = tempfile.TemporaryDirectory(prefix="kvalet-test-")
@@ -40,7 +42,7 @@ class Server:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> Server:
-        command = [sys.executable, "-P", "-m", "kvalet", "serve", model_path(), "--port", "0"]
+        command = [sys.executable, "-P", "-m", "kvalet", "serve", self.served or model_path(), "--port", "0"]
         command += ["--ready-file", str(self._ready), *self.args]
         if "--threads" not in self.args:  # one thread: two wait for each other whenever the machine is busy
             command += ["--threads", "1"]

@@ -1,0 +1,56 @@
+"""Which files "MODEL" means: a GGUF file, a model folder, a repository that was pulled before, or the default model."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvalet.api.fetch_model import model_path
+
+REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
+HUB_MISSING = "huggingface_hub is not installed: pip install 'kvalet[hub]'"
+
+
+class NoModel(Exception):
+    """There is no such model. One sentence for a person that says what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPlace:
+    """``name``: what the model is called in the API where nobody chose a name."""
+
+    path: Path
+    name: str
+
+
+def find_model(model: str, environment: Mapping[str, str] = os.environ) -> ModelPlace:
+    """``model``: a path, or "owner/name" of a repository pulled before; "" is the default model. A path that exists wins.
+
+    NoModel where there is none. Touches no network."""
+    if not model:
+        path = model_path(environment=environment)
+        if not path.is_file():
+            raise NoModel(f"the default model is not at {path}: run `python -m kvalet.api.fetch_model` (or `make model`)")
+        return ModelPlace(path, path.stem)
+    path = Path(model)
+    if path.is_dir():
+        return ModelPlace(path, path.absolute().name)
+    if path.exists() or REPOSITORY.fullmatch(model) is None or path.suffix == ".gguf":
+        return ModelPlace(path, path.stem)  # if it is not there, whoever opens it says so
+    return ModelPlace(pulled_folder(model), model)
+
+
+def pulled_folder(repository: str, revision: str | None = None) -> Path:
+    """Where ``kvalet pull`` (or any other program that uses the same cache) put the repository. NoModel if it is not there."""
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+    except ImportError:
+        raise NoModel(f"there is no file or folder {repository}, and {HUB_MISSING} finds pulled models") from None
+    try:
+        return Path(snapshot_download(repository, revision=revision, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError):
+        raise NoModel(f"there is no file or folder {repository}, and it was not pulled: `kvalet pull {repository}`") from None
