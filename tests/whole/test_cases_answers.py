@@ -41,26 +41,49 @@ def server() -> Iterator[Server]:
         assert "Traceback" not in running.log, running.log[-3000:]
 
 
-def test_no_delta_ends_inside_a_character(server: Server) -> None:
-    """P13 over HTTP, k = 1 to 40: both modes equal; U+FFFD only once, at the very end."""
+def cuts_inside_characters(server: Server, body: dict[str, Any]) -> list[int]:
+    """The numbers of tokens after which the answer's bytes end inside a character."""
+    items = answered(server, {**body, "logprobs": True})["choices"][0]["logprobs"]["content"]
+    cuts, raw = [], b""
+    for n, item in enumerate(items, 1):
+        raw += bytes(item["bytes"])
+        try:
+            raw.decode()
+        except UnicodeDecodeError:
+            cuts.append(n)
+    return cuts
+
+
+@pytest.mark.parametrize("every_k", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_no_delta_ends_inside_a_character(server: Server, every_k: bool) -> None:
+    """P13 over HTTP: both modes equal; U+FFFD only once, at the very end. k = 1 to 40 at full length; else the first places
+    where the limit cuts a character, those beside them, and the last."""
+    body = chat(server, "Repeat: 😀日本語", max_tokens=40 if every_k else 20)
+    most = body["max_tokens"]
+    cuts = cuts_inside_characters(server, body)
+    assert cuts, "this prompt makes the model say characters of several tokens"
+    places = range(1, 41) if every_k else sorted({1, *cuts[:4], *(cut + 1 for cut in cuts[:4] if cut < most), most})
 
     def one(k: int) -> str:
-        body = chat(server, "Repeat: 😀日本語", max_tokens=k)
-        text = said(answered(server, body))["content"]
-        pieces = [c["choices"][0]["delta"].get("content") or "" for c in streamed(server, body)]
+        shorter = {**body, "max_tokens": k}
+        text = said(answered(server, shorter))["content"]
+        pieces = [c["choices"][0]["delta"].get("content") or "" for c in streamed(server, shorter)]
         assert "".join(pieces) == text, k
         assert all("\ufffd" not in piece for piece in pieces[:-2]), (k, pieces)
         assert "\ufffd" not in text[:-1], (k, text)
+        assert text.endswith("\ufffd") is (k in cuts), (k, text)
         return str(text)
 
     with ThreadPoolExecutor(16) as pool:
-        texts = list(pool.map(one, range(1, 41)))
+        texts = list(pool.map(one, places))
     assert all(texts[-1].startswith(text.rstrip("\ufffd")) for text in texts)
     assert any(ord(character) > 127 for character in texts[-1])
 
 
-def test_no_part_of_a_stop_string_reaches_the_client(server: Server) -> None:
-    """P14: stops cut out of what the model says anyway, at every position; the same text in both modes."""
+@pytest.mark.parametrize("step", [9, pytest.param(1, marks=pytest.mark.long)])
+def test_no_part_of_a_stop_string_reaches_the_client(server: Server, step: int) -> None:
+    """P14: stops cut out of what the model says anyway, at every ``step``-th position; the same text in both modes. (At every
+    one, of scripted text: tests/runtime/test_finish.py.)"""
     text = both(server, chat(server, STORY, max_tokens=16))["content"]
     assert len(text) > 30
     first_piece = next(
@@ -75,7 +98,7 @@ def test_no_part_of_a_stop_string_reaches_the_client(server: Server) -> None:
         else:
             assert (answer["content"], answer["finish"]) == (text, "length"), stop
 
-    stops: list[str | list[str]] = [text[at : at + 7] for at in range(0, len(text) - 7, 3)]
+    stops: list[str | list[str]] = [text[at : at + 7] for at in range(0, len(text) - 7, step)]
     stops += [[text[4:8], text[6:11]], text[-3:], ["\nUser:"], [], first_piece, ["q%", "z%", "x%", "y%", text[9:14]]]
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(one, stops))
@@ -96,7 +119,7 @@ def test_token_limits_of_the_wrong_kind_are_refused(server: Server, field: str, 
 
 def test_edges_of_a_context() -> None:
     """P16: what remains of the context is what an answer may have, in both modes; one number more is one number too many."""
-    context = 256
+    context = 128
     with Server("--context-tokens", str(context), "--pool-tokens", "2048", "--ram-bytes", "0") as server:
         for n_prompt, given, n_answer in (
             (context - 2, None, 2), (context - 2, 1, 1), (context - 2, 2, 2), (context - 2, 10**12, 2),
@@ -186,14 +209,15 @@ def test_usage_comes_once_and_only_when_asked(server: Server, end: str) -> None:
     assert refused(server, {**body, "stream_options": {"include_usage": True}})["param"] == "stream_options"
 
 
-def test_cached_tokens_of_a_long_prompt(server: Server) -> None:
-    """P21: 2,000 tokens, nothing cold, whole pages warm, always less than the prompt, in both modes."""
-    body = {"model": server.model, "prompt": random_ids(2000, 21), "max_tokens": 2, "temperature": 0}
+@pytest.mark.parametrize("n", [600, pytest.param(2000, marks=pytest.mark.long)])
+def test_cached_tokens_of_a_long_prompt(server: Server, n: int) -> None:
+    """P21: 2,000 tokens at full length, nothing cold, whole pages warm, always less than the prompt, in both modes."""
+    body = {"model": server.model, "prompt": random_ids(n, 21 + n), "max_tokens": 2, "temperature": 0}
     seen = [answered(server, body, COMPLETIONS)["usage"]["prompt_tokens_details"]["cached_tokens"] for _ in range(2)]
     chunks = streamed(server, {**body, "stream_options": {"include_usage": True}}, COMPLETIONS)
     seen.append(chunks[-1]["usage"]["prompt_tokens_details"]["cached_tokens"])
     assert seen[0] == 0
-    assert 2000 - PAGE <= seen[1] == seen[2] < 2000
+    assert n - PAGE <= seen[1] == seen[2] < n
 
 
 BODIES: list[bytes] = [
@@ -266,10 +290,10 @@ GOOD_SAMPLING: list[dict[str, Any]] = [
 def test_bad_sampling_values_name_their_field_and_harm_no_neighbour(server: Server) -> None:
     """P44 (and the odd seeds of P18): each next to a greedy request that runs all the time and is not changed by any."""
     neighbour = random_ids(30, 44)
-    alone = ids_of(server.complete(neighbour, 48))
+    alone = ids_of(server.complete(neighbour, 32))
     small = {"model": server.model, "prompt": [5, 6, 7], "max_tokens": 4}
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(server.complete, neighbour, 48)
+        running = pool.submit(server.complete, neighbour, 32)
         for field, value in BAD_SAMPLING:
             error = refused(server, {**small, field: value}, COMPLETIONS)
             assert str(error["param"]).startswith(field), (field, value, error)

@@ -221,4 +221,5 @@ def test_a_step_that_outlasts_the_end_does_not_change_the_exit_status() -> None:
             client.send(long_request(server, 1, stream=True, n_prompt=8000))
             until("the step runs", lambda: server.metric("kvalet_turns", state="prefilling") > 0)
         assert server.terminate(timeout=60) == 0, server.log[-2000:]
+        assert "the engine thread did not end within" in server.log, "the step was over too soon to show anything"
         assert "terminate called" not in server.log
