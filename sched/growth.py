@@ -44,7 +44,7 @@ def _keep_line(
     else:
         board.lines.remove(line)
         let_go(board, line)
-        _drop_covered_tail(board, line.node)
+        _drop_covered_tail(board, line.branch.kv_len, last)
         _keep_spans(line, branch)
         line.branch, line.keys, line.tail, line.failures, line.refused = branch, keys, tail, 0, ""
     line.node, line.used = last, board.now
@@ -63,15 +63,20 @@ def _keep_spans(line: Line, grown: Branch) -> None:
         line.told = replace(line.told, spans=tuple(span for span in line.told.spans if span.end <= shared))
 
 
-def _drop_covered_tail(board: Board, node: Node | None) -> None:
-    """A checkpoint gave this partial page a place in the chunk map, which kept it when a longer page began with its ids."""
-    if node is None or not node.indexed or node.chunk is None or len(node.ids) == board.config.page_tokens:
+def _drop_covered_tail(board: Board, kv_len: int, last: Node | None) -> None:
+    """The partial page where the branch ended before, ``kv_len`` tokens in: a checkpoint or a restore gave it a place in the
+    chunk map, which kept it when a longer page began with its ids. Superseded, it leaves."""
+    start = kv_len // board.config.page_tokens * board.config.page_tokens
+    page = last
+    while page is not None and page.start > start:
+        page = page.parent
+    if page is None or page.parent is None or page.start != start or not page.indexed:
         return
-    busy = node.pins or node.chunk.outgoing is not None or node.chunk.incoming is not None or board.step_leases(node.page)
-    assert node.parent is not None
-    longer = (other for other in node.parent.children.values() if len(other.ids) > len(node.ids))
-    if not busy and any(covers(other, node.ids, node.calls) for other in longer):
-        board.remove_node(node)
+    for node in list(page.parent.children.values()):
+        if len(node.ids) < len(page.ids) and node.chunk is not None and covers(page, node.ids, node.calls):
+            moving = node.chunk.outgoing is not None or node.chunk.incoming is not None
+            if not (node.pins or moving or board.step_leases(node.page)):
+                board.remove_node(node)
 
 
 def not_grown(board: Board, turn: Turn) -> None:
