@@ -109,6 +109,26 @@ def test_a_pinned_chain_is_not_evicted_from_a_disk_that_is_full_of_others() -> N
     assert report(back).computed_tokens == 2
 
 
+def test_between_its_chunks_and_its_record_no_piece_of_it_is_evicted() -> None:
+    """The record is slow; meanwhile others fill the disk over and over."""
+    world = World(config(n_pages=25, ram_slots=2), capacity=10)
+    world.ask(words(1, 30), "a", max_tokens=6, ignore_eos=True)
+    world.ask_session("a", True)
+    while not world.jobs("write_record"):
+        assert world.advance_but_records()
+    (line,) = open_session(world, "a").lines.values()
+    for number in range(8):
+        turn = world.submit(words(60 + number, 24), f"n{number}", max_tokens=1)
+        while world.clients[turn].ended is None:
+            assert world.advance_but_records()
+    assert world.store is not None
+    assert len(world.store.entries) == 10
+    assert set(line.pieces) <= set(world.store.entries)
+    world.settle()
+    assert state(world).saved_tokens == 35
+    world.assert_quiet()
+
+
 @pytest.mark.parametrize("refusal", ["read_only", "full"])
 def test_ram_never_drops_the_last_copy_of_a_pinned_chunk_while_others_can_go(refusal: str) -> None:
     world = World(config(n_pages=25, ram_slots=6, pin_wait_s=1e6))
@@ -167,6 +187,7 @@ def test_a_pinned_chunk_that_the_disk_lost_is_written_again_from_what_is_above()
     pinned(world)
     (record,) = records(world)
     assert world.store is not None
+    world.damaged.add(record.chunk_keys[1])
     world.store.evict(record.chunk_keys[1])
     world.pour()
     world.settle()

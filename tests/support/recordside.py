@@ -8,12 +8,14 @@ from typing import Any
 
 from kvalet.sched import commands as cmd
 from kvalet.sched import events as ev
+from kvalet.sched.checkpoint import _above
 from kvalet.sched.config import SchedConfig
 from kvalet.sched.core import Core
+from kvalet.sched.records import durable
 from kvalet.sched.session import space_of
 from kvalet.sched.session_state import SessionState
 from kvalet.store.fake import FakeJob, FakeStore
-from kvalet.store.ids import chunk_key
+from kvalet.store.ids import ChunkKey, chunk_key
 from kvalet.store.record import Record
 
 
@@ -30,6 +32,26 @@ class RecordSide:
     def begin_records(self) -> None:
         self.told: dict[int, SessionState | None] = {}
         self.next_request = 1
+        self.damaged: set[ChunkKey] = set()
+        """What a test did away with on the disk, behind everybody's back."""
+
+    def check_kept(self) -> None:
+        """What pinned records name is on disk, always."""
+        if self.store is not None:
+            lost = self.store.records.pinned_keys() - self.store.entries.keys() - self.damaged
+            assert not lost, f"{len(lost)} pieces of pinned records are not on disk\n{self.core.tell()}"
+
+    def check_pinned_sessions(self) -> None:
+        """At rest, with a disk that takes everything: no pinned piece was lost, none is only above the disk (what went before
+        the session was pinned is gone), and the records say what is there."""
+        board = self.core._board
+        assert board.counters.lost_pinned_chunks == 0, self.core.tell()
+        for session in board.sessions:
+            for line in session.lines.values() if session.pinned else ():
+                n_tokens = durable(board, line)
+                above = [key for key in line.pieces if _above(board, key)]
+                assert not above, f"{line} of a pinned session is not on disk\n{self.core.tell()}"
+                assert line.saved_tokens == n_tokens, f"{line}, {n_tokens} are durable\n{self.core.tell()}"
 
     def feed(self, event: ev.Event) -> None:
         raise NotImplementedError

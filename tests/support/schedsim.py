@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -71,8 +71,13 @@ class Walk:
         self.seed = seed
         self.rng = rng = random.Random(seed)
         cfg, disk, capacity = random_config(rng)
-        self.world = World(cfg, disk=disk, capacity=capacity, model=FakeModel(vocab=rng.choice((5, 97))))
         self.trouble = rng.choice((0.0, 0.02, 0.15))
+        self.refusing = self.trouble > 0 or rng.random() < 0.5
+        """The disk is sometimes full or read-only; where it never is, and is large, no pinned chain may be lost."""
+        self.certain = disk and not self.refusing and capacity > 1000
+        if self.certain:
+            cfg = replace(cfg, pin_wait_s=1e6)
+        self.world = World(cfg, disk=disk, capacity=capacity, model=FakeModel(vocab=rng.choice((5, 97))))
         self.slow = rng.choice((0.2, 1.0, 3.0))
         self.system = self._ids(rng.randint(3, 20))
         self.agents = [self._agent(i) for i in range(rng.randint(1, 9))]
@@ -192,16 +197,17 @@ class Walk:
             world.cancel(client.spec.turn, rng.choice((EndReason.CANCELLED, EndReason.WRITE_TIMEOUT)))
 
     def _disk_acts(self) -> None:
-        rng, store = self.rng, self.world.store
-        if store is None:
+        rng, world, store = self.rng, self.world, self.world.store
+        if store is None or not self.refusing:
             return
         store.full = rng.random() < 0.3
         store.writable = rng.random() < 0.9
         keys = [k for k in store.entries if not store.pins[k]]
         if keys and self.trouble:
             key = rng.choice(keys)
+            world.damaged.add(key)
             rng.choice((store.corrupt, store.tear, store.vanish, store.evict))(key)
-        self.world.pour()
+        world.pour()
 
     def _session_acts(self) -> None:
         rng, world = self.rng, self.world
@@ -235,6 +241,8 @@ class Walk:
         world.settle()
         if self.drain:
             assert len(world.drained) == 1, f"Drained came {len(world.drained)} times"
+        elif self.certain and not world.lost_device:
+            world.check_pinned_sessions()
         world.assert_quiet()
 
 

@@ -154,6 +154,7 @@ class World(RecordSide):
                 self.plans.append(plan)
         if self.n_events % self.check_every == 0:
             self.core.check()
+            self.check_kept()
 
     def _carry_out(self, command: cmd.Command) -> None:
         self.log[type(command).__name__] += 1
