@@ -105,6 +105,14 @@ class ThreadedStore(FakeStore):
         with self._lock:
             return super().tails(parent)
 
+    def branches(self, tenant: str, session: str) -> Sequence[str]:
+        with self._lock:
+            return super().branches(tenant, session)
+
+    def drop_record(self, tenant: str, session: str, branch: str) -> None:
+        with self._lock:
+            super().drop_record(tenant, session, branch)
+
     def cancel(self, job: int) -> None:
         if self.gate.is_set():  # what the thread may be doing already cannot be cancelled
             return
@@ -156,7 +164,11 @@ class House:
         """Until no turn is open and nothing moves."""
         scheduler, ticker = self.scheduler, self.scheduler._ticker
         assert await ticker.until(
-            lambda: not (len(ticker.turns) or len(ticker.transfers) or ticker.engine_thread.in_flight or len(ticker.inbox)), 20
+            lambda: (
+                not (len(ticker.turns) or len(ticker.transfers) or ticker.engine_thread.in_flight or len(ticker.inbox))
+                and not len(ticker.records)
+            ),
+            20,
         ), scheduler.statistics()
 
     def all_pages_are_back(self) -> None:
@@ -186,14 +198,19 @@ async def fake_house(
     synchronous: bool = True,
     write_timeout_s: float = 60.0,
     seconds: float = 60.0,
+    disk_of: House | None = None,
     **config: Any,
 ) -> AsyncIterator[House]:
-    """At its end: every accepted turn has ended exactly once, none as ``internal``, and the core's books are right."""
+    """At its end: every accepted turn has ended exactly once, none as ``internal``, and the core's books are right.
+    ``disk_of``: another house, whose disk this one begins with."""
     pool, model = FakePool(n_pages, PAGE_TOKENS), FakeModel()
     staging = 3
     slab = FakeSlab(ram_slots + staging, CHUNK_TOKENS // PAGE_TOKENS, pool.page_bytes)
     engine, copier = GatedEngine(pool, model, synchronous=synchronous), ThreadedCopier(pool, slab)
     store = ThreadedStore() if with_store else None
+    if disk_of is not None and store is not None and disk_of.store is not None:
+        store.entries.update(disk_of.store.entries)
+        store.records = disk_of.store.records
     settings = SchedConfig(
         page_tokens=PAGE_TOKENS, chunk_tokens=CHUNK_TOKENS, n_pages=n_pages, context_tokens=1024, identity=IDENTITY,
         ram_slots=ram_slots, staging_slots=staging, lag=lag, **{"page_bytes": pool.page_bytes, "max_rows": 8, **config},
@@ -224,3 +241,6 @@ class _NoDisk:
 
     def accepts_writes(self) -> bool:
         return False
+
+    def branches(self, tenant: str, session: str) -> Sequence[str]:
+        return ()
