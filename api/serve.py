@@ -2,8 +2,9 @@
 
 Order of the end (SIGTERM or SIGINT): new work is refused with 503 and ``Retry-After`` while the socket still answers; running
 turns may end until ``drain_s``, then they end with ``shutdown`` (their streams get an error event and ``[DONE]``); sessions
-are spilled; idle connections are closed and the rest is cut. A second signal skips what is left of the drain. The same happens
-when the device is lost, with exit status 70.
+are spilled; idle connections are closed and the rest is cut. A second signal skips what is left of the drain.
+When the device is lost its turns have ended already (``device_error``); what RAM holds and the disk can use is written within
+``flush_s``, the rest is counted in the log, and the exit status is 70, after which a restart goes on from what was written.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ async def serve_engine(engine: ServedEnginePort, config: ServerConfig, say: Call
         with ready_file(config.ready_file, url):
             await ending.asked.wait()
             app.draining = True
-            await drain(engine, config.drain_s, ending)
+            await drain(engine, config.flush_s if ending.device_lost else config.drain_s, ending)
             await listener.close(HURRIED_GRACE_S if ending.hurry.is_set() else CLOSE_GRACE_S)
     return EXIT_DEVICE_LOST if ending.device_lost else 0
 

@@ -8,13 +8,19 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvalet.api.collector import calm
 from kvalet.api.config import EngineConfig, ServerConfig
 from kvalet.api.settings import BadSettings, load
 from kvalet.sched.engine_thread import THREAD_NAME
+
+if TYPE_CHECKING:
+    from kvalet.api.build import Parts, Progress
+
+    Builder = Callable[[EngineConfig, Progress | None], Parts]
 
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
@@ -54,21 +60,25 @@ def configure_logging(level: str) -> None:
     )
 
 
-def run(engine: EngineConfig, server: ServerConfig) -> int:
-    """Serve until told to end; the exit status. CannotStart."""
+def run(engine: EngineConfig, server: ServerConfig, builder: Builder | None = None) -> int:
+    """Serve until told to end; the exit status. CannotStart. ``builder``: makes the engine's parts, None: ``api.build``."""
     import uvloop
 
     # uvloop on every Python: hypercorn's connections close late on the stock loop from 3.12 on.
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(serve(engine, server))
+        return runner.run(serve(engine, server, builder))
 
 
-async def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
-    from kvalet.api.build import StartError
+async def serve(engine_config: EngineConfig, server_config: ServerConfig, builder: Builder | None = None) -> int:
+    from kvalet.api.build import StartError, build
     from kvalet.api.engine import Engine
     from kvalet.api.serve import serve_engine
 
-    engine = Engine(engine_config, progress=lambda step, of, what: say(f"kvalet: {step}/{of} {what}"))
+    engine = Engine(
+        engine_config,
+        progress=lambda step, of, what: say(f"kvalet: {step}/{of} {what}"),
+        builder=builder if builder is not None else build,
+    )
     async with contextlib.AsyncExitStack() as stack:
         try:
             await stack.enter_async_context(engine)

@@ -26,6 +26,8 @@ CORE_COUNTERS = {
     "cancelled_spills": "Spills cancelled because their session returned",
     "prefix_query_tokens": "Prompt tokens looked up in the prefix index",
     "prefix_hit_tokens": "Prompt tokens found in any tier",
+    "lost_device_pages": "Cached pages that were lost with the device",
+    "lost_device_chunks": "Chunks in RAM made useless by pages lost with the device",
     "diverged_turns": "Turns whose prompt differs from their session's history",
 }
 """Fields of ``sched.counters.Counters`` that are shown under their own names; the others are shown by other families."""

@@ -11,5 +11,11 @@ class ModelError(RuntimeFault):
     """The model file cannot be used: missing, short, damaged, or of a kind that is not supported (named in the text)."""
 
 
+class DeviceLostText(str):
+    """Why a copy failed, where the reason is that the device is lost: no later copy or step can succeed either."""
+
+    __slots__ = ()
+
+
 class EngineError(RuntimeFault):
     """A step plan that contradicts what the engine holds: a defect of its maker, never of a request."""

@@ -182,7 +182,10 @@ class WakeAt(Command):
 @dataclass(frozen=True, slots=True)
 class Drained(Command):
     """After BeginDrain: no turn runs and nothing is left to write. ``left_behind`` counts chunks that did not reach disk,
-    ``records_left`` branches of named sessions without a record that says all of them."""
+    ``records_left`` branches of named sessions without a record that says all of them. ``lost_pages``,
+    ``lost_chunks``: what went with a lost device (``Counters.lost_device_pages``)."""
 
     left_behind: int
     records_left: int = 0
+    lost_pages: int = 0
+    lost_chunks: int = 0

@@ -71,6 +71,4 @@ def _finish(board: Board) -> None:
     board.drained = True
     _link_leaves(board)
     counters = board.counters
-    board.out.append(
-        Drained(len(_left(board)), records.left(board), counters.lost_device_pages, counters.lost_device_chunks)
-    )
+    board.out.append(Drained(len(_left(board)), records.left(board), counters.lost_device_pages, counters.lost_device_chunks))
