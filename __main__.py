@@ -11,7 +11,7 @@ COMMANDS = {
     "serve": ("kvalet.api.serve_command:main", "serve a model over HTTP"),
     "chat": ("kvalet.api.chat_command:main", "talk to a running server"),
     "doctor": ("kvalet.api.doctor:main", "what was found on this machine, and what is wrong"),
-    "store": ("kvalet.api.store_command:main", "look after a store: ls, check, gc"),
+    "store": ("kvalet.api.store_command:main", "look after a store: ls, check, gc, rm, export"),
     "demo": ("kvalet.api.demo:main", "many agents on one small machine, spilled and restored"),
 }
 """Name -> (module:function taking the arguments and returning the exit status, one line of help)."""

@@ -14,6 +14,8 @@ COMMANDS = {
     "ls": ("kvalet.api.store_look:ls", "what is in it: bytes by tenant and kind, sessions"),
     "check": ("kvalet.api.store_look:check", "verify it, also beside a running server; changes nothing"),
     "gc": ("kvalet.api.store_change:gc", "delete what is of no use, or down to a size"),
+    "rm": ("kvalet.api.store_session:rm", "delete a session"),
+    "export": ("kvalet.api.store_export:command", "copy a session into a tar file"),
 }
 """Name -> (module:function taking the arguments and returning the exit status, one line of help)."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from kvalet.api.sizes import size_text
@@ -25,9 +26,11 @@ from kvalet.api.store_answer import (
 from kvalet.api.store_progress import progress
 from kvalet.store import layout
 from kvalet.store.inspect_check import CheckPlan, CheckReport, Part, check_store
+from kvalet.store.inspect_file import Verdict
 from kvalet.store.inspect_open import Place, holder, open_to_look
+from kvalet.store.inspect_records import OnDisk, Stored, read_records
 from kvalet.store.inspect_sums import KINDS, Sum, sums
-from kvalet.store.inspect_walk import SHARDED, Listing, list_store
+from kvalet.store.inspect_walk import Listing, list_store
 
 LS = """What is in a store: bytes and files by tenant tag and kind, and the sessions that have a record."""
 CHECK = """Verify a store. Changes nothing and may run beside a server; files that are evicted meanwhile are no finding.
@@ -41,9 +44,10 @@ def ls(arguments: Sequence[str]) -> int:
     parser.add_argument("--files", action="store_true", help="list every file")
     asked = parsed(parser, arguments)
     with open_to_look(asked.store) as place:
-        with progress("reading names", len(SHARDED) * len(layout.SHARDS)) as tick:
+        with progress("reading names", len(layout.SHARDED) * len(layout.SHARDS)) as tick:
             listing = list_store(place, tick)
-        answer = ls_answer(place, listing, each_file=asked.files)
+        stored, unread = read_records(place, listing.files)
+        answer = with_sessions(ls_answer(place, listing, each_file=asked.files), place, listing, stored, unread)
     return show(answer, as_json=asked.json)
 
 
@@ -83,6 +87,52 @@ def ls_answer(place: Place, listing: Listing, *, each_file: bool) -> Answer:
         rows = [(size_text(found.n_bytes), when(found.st.mtime_ns), found.path) for found in listing.files]
         lines += ["", *table(("bytes", "last use", "file"), rows)]
     return Answer(FOUND if unread else GOOD, data, lines)
+
+
+def with_sessions(
+    answer: Answer, place: Place, listing: Listing, stored: Sequence[Stored], unread: Sequence[Verdict]
+) -> Answer:
+    """One line per record, the last used first."""
+    on_disk = OnDisk(listing.files)
+    default = layout.tenant_hash(place.secret, "") if place.secret else b""
+    sessions: list[dict[str, Any]] = []
+    rows = []
+    for one in sorted(stored, key=lambda one: (-one.last_use_ns, one.record.session, one.record.branch)):
+        record, presence, tag = one.record, on_disk.presence(one.record), on_disk.tag(one.record)
+        sessions.append(
+            {
+                "session": record.session,
+                "branch": record.branch,
+                "tenant_tag": tag,
+                "default_tenant": one.tenant == default,
+                "tokens": len(record.ids),
+                "stored_tokens": record.kv_len,
+                "chunks": presence.of,
+                "chunks_on_disk": presence.chunks,
+                "tail_on_disk": presence.tail,
+                "last_use": one.last_use_ns / 1e9,
+                "ttl_s": record.ttl_s,
+                "pinned": record.pinned,
+            }
+        )
+        tail = "" if presence.tail is None else ", tail" if presence.tail else ", no tail"
+        rows.append(
+            (
+                str(len(record.ids)),
+                f"{presence.chunks} of {presence.of}{tail}",
+                when(one.last_use_ns),
+                "pinned" if record.pinned else "",
+                tag or "-",
+                record.branch,
+                shown(record.session),
+            )
+        )
+    lines = list(answer.lines)
+    if rows:
+        lines += ["", *table(("tokens", "chunks on disk", "last use", "", "tenant", "branch", "session"), rows)]
+    if unread:
+        lines.append(f"{len(unread)} records cannot be read: `kvalet store check --read-data` names them")
+    return replace(answer, data={**answer.data, "sessions": sessions, "unread_records": len(unread)}, lines=lines)
 
 
 def sum_data(total: Sum) -> dict[str, Any]:
@@ -125,7 +175,7 @@ def check(arguments: Sequence[str]) -> int:
     asked = parsed(parser, arguments)
     plan = CheckPlan(payload=asked.read_data, part=asked.subset, threads=asked.threads)
     with open_to_look(asked.store) as place:
-        with progress("reading names", len(SHARDED) * len(layout.SHARDS)) as tick:
+        with progress("reading names", len(layout.SHARDED) * len(layout.SHARDS)) as tick:
             listing = list_store(place, tick)
         with progress("checking", sum(map(plan.part.holds, listing.files))) as tick:
             report = check_store(place, listing, plan, tick)

@@ -1,4 +1,4 @@
-"""Verifying one chunk or tail file without knowing what a session expects of it: its name, its header and its payload must
+"""Verifying one stored file without knowing what a session expects of it: its name, its header and its payload must
 agree with each other and with the store. The comparisons are those of store/header.py, with the name's and the header's own
 claims as what is expected.
 """
@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvalet.store import header, layout
+from kvalet.store import header, layout, record
 from kvalet.store.config import BLOCK_BYTES
 from kvalet.store.faultwords import NO_DIRECT, explain, read_reason
 from kvalet.store.fileio import DIRECTORY_FLAGS, READ_FLAGS, FileStat
@@ -21,6 +20,7 @@ from kvalet.store.ids import ChunkKey, ChunkMeta, ids_le
 from kvalet.store.inspect_open import Place
 from kvalet.store.inspect_walk import Found, strangeness
 from kvalet.store.layout import FileName
+from kvalet.store.record import MAX_RECORD_BYTES, RECORD_HEADER_BYTES, RecordHead, RecordHome
 
 PIECE_BYTES = 4 << 20
 """Payloads are read and digested in pieces of this size, whatever the file's size."""
@@ -48,13 +48,22 @@ class Facts(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """``reason`` and ``field`` as in Refused, "" = good, GONE = not there any more. ``facts``: of a header that agrees with
-    the file's name. ``read_bytes``: how much was read for it."""
+    the file's name. ``read_bytes``: how much was read for it. ``data``: all of a record's file, if it is good and was asked
+    for."""
 
     found: Found
     reason: str = ""
     field: str = ""
     facts: Facts | None = None
     read_bytes: int = 0
+    data: bytes = b""
+
+
+class Everything:
+    """Holds everything."""
+
+    def __contains__(self, item: object) -> bool:
+        return True
 
 
 class Reader:
@@ -68,7 +77,7 @@ class Reader:
         *,
         direct: bool = True,
         stopped: Callable[[], bool] = lambda: False,
-        ids_after: AbstractSet[bytes] = frozenset(),
+        ids_after: Container[bytes] = frozenset(),
     ) -> None:
         self._ids_after = ids_after
         self._place = place
@@ -117,6 +126,8 @@ class Reader:
         strange = strangeness(st, self._place.owner)
         if strange:
             return Verdict(found, "foreign", strange)
+        if found.file.folder == layout.RECORDS:
+            return self._verify_record(fd, st, found, payload=payload)
         if st.size < BLOCK_BYTES or self._read(fd, 0, BLOCK_BYTES) < BLOCK_BYTES:
             return Verdict(found, "size", "shorter than a header")
         head = header.unpack(self._buffer[:BLOCK_BYTES])
@@ -133,6 +144,43 @@ class Reader:
             self._io.drop_cache(fd)
         reason, field = (refused.reason, refused.field) if refused else ("", "")
         return Verdict(found, reason, field, facts, n_read)
+
+    def _verify_record(self, fd: int, st: FileStat, found: Found, *, payload: bool) -> Verdict:
+        """A record is small: with ``payload`` it is read whole and decoded. The secret, where it is known, tells whether its
+        session belongs to its name."""
+        if not RECORD_HEADER_BYTES <= st.size <= MAX_RECORD_BYTES:
+            return Verdict(found, "size", "file size")
+        data = self._read_all(fd, st.size) if payload else bytes(self._buffer[: self._read(fd, 0, min(st.size, BLOCK_BYTES))])
+        head = record.unpack(data)
+        if not isinstance(head, Refused):
+            refused = refuse_record(head, found.file, self._place.store_id)
+            refused = refused or (Refused("size", "file size") if head.file_bytes != st.size else None)
+            if refused is None and payload:
+                refused = self._refuse_content(data, head, found.file)
+            head = refused or head
+        if not self._flags:
+            self._io.drop_cache(fd)
+        if isinstance(head, Refused):
+            return Verdict(found, head.reason, head.field, read_bytes=len(data))
+        return Verdict(found, read_bytes=len(data), data=data if payload else b"")
+
+    def _refuse_content(self, data: bytes, head: RecordHead, file: FileName) -> Refused | None:
+        decoded = record.decode(data)
+        if isinstance(decoded, Refused):
+            return decoded
+        secret = self._place.secret
+        if secret is not None and layout.session_hash(secret, head.home.tenant, decoded.session) != file.session:
+            return Refused("key", "session")
+        return None if (decoded.branch, decoded.head) == (file.branch, file.head) else Refused("key", "branch")
+
+    def _read_all(self, fd: int, n_bytes: int) -> bytes:
+        data = bytearray()
+        while len(data) < n_bytes:
+            got = self._read(fd, len(data), min(PIECE_BYTES, n_bytes - len(data)))
+            if not got:
+                break
+            data += self._buffer[:got]
+        return bytes(data)
 
     def _facts(self, head: Header) -> Facts:
         ids = ids_le(head.ids) if head.parent in self._ids_after else b""
@@ -212,6 +260,15 @@ def _claim(head: Header, file: FileName, geometry: Geometry) -> ChunkMeta:
         key, first, n_tokens = file.index_key, ordinal * head.n_tokens, head.n_tokens
     ids = head.ids if len(head.ids) == n_tokens else ()
     return ChunkMeta(ChunkKey(key), parent, ordinal, first, ids, geometry.pages_for(n_tokens), is_tail)
+
+
+def refuse_record(head: RecordHead, file: FileName, store_id: bytes | None) -> Refused | None:
+    """Do a record's header and its name agree?"""
+    home = head.home
+    expected = RecordHome(store_id or home.store_id, home.identity, home.tenant, file.session)
+    refused = record.refuse_home(home, expected)
+    letter = "m" if head.kind == record.KINDS["meta"] else "p" if head.flags & record.FLAG_PINNED else "s"
+    return refused or (None if file.name.endswith(letter) else Refused("key", "pinned"))
 
 
 def _refuse_size(head: Header, st: FileStat) -> Refused | None:

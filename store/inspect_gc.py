@@ -65,18 +65,19 @@ class GcOptions:
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """What records say. ``pinned``: keys (first 8 bytes) of files that go only if they are refused;
-    ``named``: keys (first 8 bytes) of tails that a record names, so not dead; ``expired``: record files past their time."""
+    """What records say. ``pinned``: keys (first 8 bytes) of files that go only if they are refused; ``named``: of tails that a
+    record names, so not dead. ``expired``, ``old``: record files past their time to live, or not used for long enough."""
 
     pinned: AbstractSet[bytes] = frozenset()
     named: AbstractSet[bytes] = frozenset()
     expired: Sequence[Found] = ()
+    old: Sequence[Found] = ()
 
 
 def plan(
     listing: Listing, verdicts: Sequence[Verdict], lost: Mapping[Found, str], options: GcOptions, keep: Keep
 ) -> list[Removal]:
-    """All removals, in the order in which to make them. ``verdicts``: of every chunk and tail file; ``lost``: those that
+    """All removals, in the order in which to make them. ``verdicts``: of every file; ``lost``: those that
     cannot be reached (``inspect_tree.unreachable``)."""
     facts = {verdict.found: verdict.facts for verdict in verdicts if verdict.facts is not None}
     causes: dict[Found, Cause] = {}
@@ -91,7 +92,7 @@ def plan(
     for found in dead_tails(verdicts):
         if found.file.index_key[:8] not in keep.pinned | keep.named:
             causes.setdefault(found, Cause.DEAD_TAIL)
-    staying = [verdict.found for verdict in verdicts if verdict.found not in causes]
+    staying = [v.found for v in verdicts if v.found not in causes and v.found.file.folder != layout.RECORDS]
     if options.before_ns is not None:
         for found in _old(staying, facts, options.before_ns, keep.pinned):
             causes[found] = Cause.OLD
@@ -100,6 +101,7 @@ def plan(
         for found in _over(staying, facts, options.cap_bytes, keep.pinned):
             causes[found] = Cause.CAP
     causes.update((found, Cause.EXPIRED) for found in keep.expired)
+    causes.update((found, Cause.OLD) for found in keep.old)
     return [*_loose(listing), *in_order(causes, facts)]
 
 

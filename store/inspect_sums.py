@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvalet.store import layout
 from kvalet.store.inspect_walk import Found
 
-KINDS = {layout.CHUNKS: "chunks", layout.TAILS: "tails"}
+KINDS = {layout.CHUNKS: "chunks", layout.TAILS: "tails", layout.STATES: "states", layout.RECORDS: "records"}
 """Folder -> what a person calls its files."""
 
 

@@ -15,7 +15,9 @@ from kvalet.api.store_answer import shown, when
 from storekit import Rig
 from storetool import child, picture, tool
 
-EVERY = sorted(store_command.COMMANDS)
+REST = {"rm": ("session",), "export": ("session", "-o", "never.tar")}
+"""What these commands need besides a store."""
+EVERY = ["check", "export", "gc", "ls", "rm"]
 HEAVY = ("torch", "pydantic", "starlette", "hypercorn", "tokenizers", "rich")
 WAIT_S = 60
 
@@ -28,7 +30,9 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("arguments", [["ls"], ["check", "--read-data"], ["gc", "--dry-run"]], ids=lambda words: words[0])
+@pytest.mark.parametrize(
+    "arguments", [["ls"], ["check", "--read-data"], ["gc", "--dry-run"], ["rm", "a", "--dry-run"]], ids=lambda words: words[0]
+)
 def test_starts_without_torch_and_other_heavy_things(store: Path, arguments: list[str]) -> None:
     program = (
         f"import sys\nfor name in {HEAVY!r}: sys.modules[name] = None\n"
@@ -38,7 +42,7 @@ def test_starts_without_torch_and_other_heavy_things(store: Path, arguments: lis
         "sys.exit(status)"
     )
     done = subprocess.run([sys.executable, "-P", "-c", program, str(store)], capture_output=True, text=True, timeout=WAIT_S)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr) == (int(arguments[0] == "rm"), "")  # it has no session of that name
     assert json.loads(done.stdout)["store"] == str(store)
 
 
@@ -58,7 +62,7 @@ def test_help_tells_commands_and_statuses(words: list[str], capsys: pytest.Captu
     assert all(f"\n  {name} " in out for name in EVERY)
 
 
-@pytest.mark.parametrize("command", ["ls", "check", "gc"])
+@pytest.mark.parametrize("command", EVERY)
 def test_each_command_explains_itself_and_its_statuses(command: str) -> None:
     ran = tool(command, "x", "--help")
     assert ran.status == 0
@@ -89,6 +93,10 @@ WRONG = [
     ("gc", "--cap=-1"),
     ("gc", "--older-than", "5x"),
     ("ls", "extra"),
+    ("rm",),
+    ("rm", "a", "b"),
+    ("export", "a"),
+    ("export", "-o", "never.tar"),
 ]
 
 
@@ -101,7 +109,7 @@ def test_wrong_arguments_end_with_2_and_change_nothing(store: Path, words: tuple
     assert picture(store) == before
 
 
-@pytest.mark.parametrize("command", ["ls", "check", "gc"])
+@pytest.mark.parametrize("command", EVERY)
 def test_what_is_no_store_is_refused_in_one_sentence_and_untouched(tmp_path: Path, command: str) -> None:
     (tmp_path / "empty").mkdir(mode=0o700)
     (tmp_path / "photos").mkdir(mode=0o700)
@@ -112,7 +120,7 @@ def test_what_is_no_store_is_refused_in_one_sentence_and_untouched(tmp_path: Pat
     os.mkfifo(tmp_path / "pipe")
     before = picture(tmp_path)
     for name in ("empty", "photos", "project", "file", "link", "pipe", "missing", "x" * 10_000, "nul\0"):
-        ran = tool(command, tmp_path / name)
+        ran = tool(command, tmp_path / name, *REST.get(command, ()))
         assert (ran.status, ran.out) == (2, ""), name
         assert ran.err.count("\n") == 1
         assert ran.err.startswith(f"kvalet store {command}: The")
