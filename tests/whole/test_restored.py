@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import pytest
 from serverproc import Server
 
 SESSIONS = 4
@@ -14,20 +15,24 @@ TURNS = 3
 SHARED = [random.Random(7).randrange(1000, 40_000) for _ in range(256)]
 
 
-def own_ids(session: int, turn: int) -> list[int]:
+def own_ids(session: int, turn: int, least: int = 210) -> list[int]:
     """New prompt tokens of a turn: a "tool result" of odd length, so that boundaries are never aligned."""
     rng = random.Random(1000 * session + turn)
-    return [rng.randrange(1000, 40_000) for _ in range(210 + 17 * session + 3 * turn)]
+    return [rng.randrange(1000, 40_000) for _ in range(least + 17 * session + 3 * turn)]
 
 
-def play(server: Server, turns: int, histories: list[list[int]], first_turn: int = 0) -> list[list[dict[str, Any]]]:
+def play(server: Server, turns: int, histories: list[list[int]], least: int, first_turn: int = 0) -> list[list[dict[str, Any]]]:
     """Every session's turns, all sessions at once turn by turn; histories grow by what was asked and answered."""
     rounds = []
     for turn in range(first_turn, first_turn + turns):
         for session, history in enumerate(histories):
-            history.extend(own_ids(session, turn))
-        with ThreadPoolExecutor(SESSIONS) as pool:
-            replies = list(pool.map(lambda i: server.complete(histories[i], 12, session=f"agent-{i}"), range(SESSIONS)))
+            history.extend(own_ids(session, turn, least))
+
+        def one(i: int) -> dict[str, Any]:
+            return server.complete(histories[i], 12, session=f"agent-{i}")
+
+        with ThreadPoolExecutor(len(histories)) as pool:
+            replies = list(pool.map(one, range(len(histories))))
         for history, reply in zip(histories, replies, strict=True):
             history.extend(reply["choices"][0]["token_ids"])
         rounds.append(replies)
@@ -42,17 +47,21 @@ def sums(rounds: list[list[dict[str, Any]]], key: str) -> int:
     return sum(int(reply["kvalet"][key]) for replies in rounds for reply in replies)
 
 
-def test_restored_equals_never_spilled_and_survives_sigkill(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("least", "pool_tokens", "ram"),
+    [(110, 960, "24MB"), pytest.param(210, 1536, "24MB", marks=pytest.mark.long)],
+)
+def test_restored_equals_never_spilled_and_survives_sigkill(tmp_path: Path, least: int, pool_tokens: int, ram: str) -> None:
     common = ("--weights", "bf16", "--deterministic", "--max-rows", "4")
     with Server(*common, "--pool-tokens", "16384", "--ram-bytes", "0") as server:
         truth_histories = [list(SHARED) for _ in range(SESSIONS)]
-        truth = play(server, TURNS + 1, truth_histories)
+        truth = play(server, TURNS + 1, truth_histories, least)
         assert sums(truth, "ram_tokens") == sums(truth, "disk_tokens") == 0
 
-    small = ("--pool-tokens", "1536", "--ram-bytes", "24MB", "--store", str(tmp_path / "st"))
+    small = ("--pool-tokens", str(pool_tokens), "--ram-bytes", ram, "--store", str(tmp_path / "st"))
     with Server(*common, *small) as server:
         histories = [list(SHARED) for _ in range(SESSIONS)]
-        rounds = play(server, TURNS, histories)
+        rounds = play(server, TURNS, histories, least)
         assert answers(rounds) == answers(truth[:TURNS])
         assert sums(rounds, "ram_tokens") > 0, server.log[-2000:]
         assert sums(rounds, "disk_tokens") > 0, server.log[-2000:]
@@ -60,14 +69,14 @@ def test_restored_equals_never_spilled_and_survives_sigkill(tmp_path: Path) -> N
         server.kill()
         server.start()
         assert before_kill > 0
-        last = play(server, 1, histories, first_turn=TURNS)
+        last = play(server, 1, histories, least, first_turn=TURNS)
         assert sums(last, "disk_tokens") > 0
         # What was lost with the process is computed again in larger pieces than it was decoded: other bits are legal
         # there (rule 11), so only turns that computed nothing old must agree token for token.
         for reply, true in zip(last[0], truth[TURNS], strict=True):
             record = reply["kvalet"]
             new_tokens = record["computed_tokens"]
-            if new_tokens <= len(own_ids(0, TURNS)):
+            if new_tokens <= len(own_ids(0, TURNS, least)):
                 assert reply["choices"][0]["token_ids"] == true["choices"][0]["token_ids"]
 
 
