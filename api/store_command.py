@@ -9,6 +9,7 @@ from typing import cast
 
 from kvalet.api.store_answer import GOOD, INTERRUPTED, REFUSED, STATUSES, WrongUsage
 from kvalet.store.errors import StoreError
+from kvalet.store.faultwords import explain
 
 COMMANDS = {
     "ls": ("kvalet.api.store_look:ls", "what is in it: bytes by tenant and kind, sessions"),
@@ -56,6 +57,9 @@ def main(arguments: Sequence[str]) -> int:
         return command(words[1:])
     except (StoreError, WrongUsage) as error:
         print(f"kvalet store {words[0]}: {error}", file=sys.stderr)
+        return REFUSED
+    except OSError as error:  # the last resort: what nothing more special has put into words
+        print(f"kvalet store {words[0]}: the system refused: {explain(error)}", file=sys.stderr)
         return REFUSED
     except KeyboardInterrupt:
         print(f"kvalet store {words[0]}: interrupted", file=sys.stderr)

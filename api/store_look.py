@@ -74,7 +74,7 @@ def ls_answer(place: Place, listing: Listing, *, each_file: bool) -> Answer:
         ("bytes", "files", "kind", "tenant", "oldest use", "newest use"),
         [(size_text(t.n_bytes), str(t.files), t.kind, t.tag or "-", when(t.oldest_ns), when(t.newest_ns)) for t in totals],
     )
-    lines += ["", f"{files_text(len(listing.files), n_bytes)} in all; {size_text(data['free_bytes'])} free on this disk"]
+    lines += ["", f"{files_text(len(listing.files), n_bytes)} in all; {free_text(data['free_bytes'])} free on this disk"]
     lines += [f"  in {folder}/: {files_text(len(found), listing.bytes_in(folder))}" for folder, found in loose.items() if found]
     lines.append("  the cap is a setting of the server (--store-bytes) and stands in no file")
     lines += [f"  a server (pid {pid}) has it open"] if pid else []
@@ -133,6 +133,10 @@ def with_sessions(
     if unread:
         lines.append(f"{len(unread)} records cannot be read: `kvalet store check --read-data` names them")
     return replace(answer, data={**answer.data, "sessions": sessions, "unread_records": len(unread)}, lines=lines)
+
+
+def free_text(n_bytes: int | None) -> str:
+    return "unknown" if n_bytes is None else size_text(n_bytes)
 
 
 def sum_data(total: Sum) -> dict[str, Any]:

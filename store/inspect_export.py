@@ -137,7 +137,7 @@ def _add_file(place: Place, tar: tarfile.TarFile, found: Found, done: Exported) 
         try:
             fd = place.io.open(found.file.name, READ_FLAGS, dir_fd=shard_fd)
         finally:
-            place.io.close(shard_fd)
+            place.close_quietly(shard_fd)
     except FileNotFoundError:
         done.missing.append(Finding(found.path, GONE, "evicted meanwhile"))
         return
@@ -147,7 +147,7 @@ def _add_file(place: Place, tar: tarfile.TarFile, found: Found, done: Exported) 
         source.refuse_changes()
         place.io.drop_cache(fd)
     finally:
-        place.io.close(fd)
+        place.close_quietly(fd)
     done.count(found.path, found.st.size, source.sha256.hexdigest())
 
 

@@ -116,7 +116,7 @@ class Reader:
                 return Verdict(found, read_reason(error), explain(error)), st or found.st
         finally:
             if fd >= 0:
-                self._io.close(fd)
+                self._place.close_quietly(fd)
         self._flags = 0  # the file system takes no direct I/O: buffered from here on
         return self._once(found, payload=payload)
 
@@ -202,7 +202,7 @@ class Reader:
         try:
             return self._io.open(file.name, READ_FLAGS | self._flags, dir_fd=shard_fd)
         finally:
-            self._io.close(shard_fd)
+            self._place.close_quietly(shard_fd)
 
     def _shard(self, file: FileName) -> int:
         return self._io.open(file.shard, DIRECTORY_FLAGS, dir_fd=self._place.folder_fds[file.folder])
@@ -218,7 +218,7 @@ class Reader:
         except FileNotFoundError:
             return None
         finally:
-            self._io.close(shard_fd)
+            self._place.close_quietly(shard_fd)
 
     def _read(self, fd: int, at: int, n: int) -> int:
         """Bytes of the file from ``at`` on, in the buffer; fewer than ``n`` only where the file ends."""

@@ -11,7 +11,7 @@ import json
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -68,8 +68,17 @@ class Place:
                 os.close(fd)
         self.folder_fds = {}
 
-    def free_bytes(self) -> int:
-        return self.io.free_bytes(self.root_fd)
+    def close_quietly(self, fd: int) -> None:
+        """For descriptors of directories and of files that were only read: nothing depends on how closing ends."""
+        with suppress(OSError):
+            self.io.close(fd)
+
+    def free_bytes(self) -> int | None:
+        """None where the system does not tell."""
+        try:
+            return self.io.free_bytes(self.root_fd)
+        except OSError:
+            return None
 
 
 @contextmanager

@@ -65,4 +65,4 @@ def _unlink(place: Place, removal: Removal) -> None:
     try:
         place.io.unlink(removal.name, dir_fd=fd)
     finally:
-        place.io.close(fd)
+        place.close_quietly(fd)

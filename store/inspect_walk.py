@@ -108,7 +108,7 @@ def _scan(place: Place, folder: str, shard: str, listing: Listing) -> Iterator[t
         try:
             yield from sorted(place.io.scan(fd))
         finally:
-            place.io.close(fd)
+            place.close_quietly(fd)
     except FileNotFoundError:
         return
     except OSError as error:
@@ -145,7 +145,7 @@ def names_in(place: Place, folder: str, shard: str) -> set[str]:
         try:
             return {name for name, st in place.io.scan(fd) if not strangeness(st, place.owner)}
         finally:
-            place.io.close(fd)
+            place.close_quietly(fd)
     except (OSError, KeyError):
         return set()
 
