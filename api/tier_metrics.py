@@ -42,8 +42,23 @@ DISK_COUNTERS = (
     "evicted_files",
     "quarantined",
     "internal",
+    "expired_records",
 )
-DISK_GAUGES = ("files", "cap_bytes", "used_bytes", "pinned", "reads_waiting", "reads_running", "writes_in_flight")
+DISK_GAUGES = (
+    "files",
+    "cap_bytes",
+    "used_bytes",
+    "pinned",
+    "reads_waiting",
+    "reads_running",
+    "writes_in_flight",
+    "records",
+    "record_bytes",
+    "pinned_records",
+    "held_bytes",
+    "bytes_per_day",
+    "budget_left_bytes",
+)
 
 
 def core_families(core: CoreStatistics) -> Iterator[Metric]:

@@ -22,14 +22,14 @@ def admit_read(state: StoreState, read: Read, session: str) -> None:
     meta = read.meta
     assert meta is not None
     entry = state.books.entry(layout.index_key(meta))
-    reason = _refuse_read(state, read, meta.n_pages)
+    reason = refuse_read(state, read, meta.n_pages)
     if not reason and (entry is None or entry.unusable):
         why = state.books.quarantined.get(meta.key[:8])
         reason = "quarantined" if why else "missing"
     if reason or entry is None:
         state.answer(read.done, ReadOver(read, (ReadOutcome(reason, "admission"),)))
         return
-    state.books.learn(entry.index_key, bytes(meta.key), bytes(meta.parent))
+    state.books.learn(entry.index_key, bytes(meta.key), parent_key(state, meta.parent))
     _queue(state, read, [entry], session)
 
 
@@ -38,7 +38,7 @@ def admit_tail_read(state: StoreState, read: Read, candidates: Sequence[TailRef]
     parent = read.wish.parent if read.wish is not None else b""
     entries = [entry for entry in found if entry is not None and entry.file.parent == parent and not entry.unusable]
     tokens = max((entry.file.n_tokens for entry in entries), default=0)
-    reason = _refuse_read(state, read, state.home.geometry.pages_for(tokens))
+    reason = refuse_read(state, read, state.home.geometry.pages_for(tokens))
     if not reason and (read.wish is None or len(read.wish.secret) != SECRET_BYTES):
         reason = "key"  # no tail's key can be checked without it; nothing is held against the files
     if not reason and not entries:
@@ -49,15 +49,17 @@ def admit_tail_read(state: StoreState, read: Read, candidates: Sequence[TailRef]
     _queue(state, read, entries, session)
 
 
-def _refuse_read(state: StoreState, read: Read, n_pages: int) -> str:
+def refuse_read(state: StoreState, read: Read, n_pages: int) -> str:
     if state.closed or not state.config.cap_bytes:
         return "closed"
     if state.read_breaker.is_open(state.clock()):
         return "io"
     if len(state.reads) >= state.config.queue_limit:
         return "resources"
-    if len(read.slot) < state.home.geometry.file_bytes(n_pages):
-        log.error("store: read job %d has a slot of %d bytes for %d pages", read.job, len(read.slot), n_pages)
+    geometry = state.home.geometry
+    need = geometry.bytes_of(read.meta) if read.meta is not None else geometry.file_bytes(n_pages)
+    if read.record is None and len(read.slot) < need:
+        log.error("store: read job %d has a slot of %d bytes where %d are needed", read.job, len(read.slot), need)
         return "internal"
     return ""
 
@@ -81,28 +83,30 @@ def admit_write(state: StoreState, job: int, meta: ChunkMeta, slot: memoryview, 
     entry = state.books.entry(index_key)
     present = (entry is not None and not entry.unusable) or (flying is not None and flying.stage is Stage.DURABLE)
     if present and not state.closed and state.config.cap_bytes:
-        state.books.learn(index_key, bytes(meta.key), bytes(meta.parent))
+        state.books.learn(index_key, bytes(meta.key), parent_key(state, meta.parent))
         state.answer(done, WriteOver(job, "", skipped=True))
         return
-    reason = _refuse_write(state, meta, slot)
+    n_bytes = state.home.geometry.bytes_of(meta)
+    parent_index = parent_key(state, meta.parent)
+    reason = refuse_write(state, n_bytes, klass) or _refuse_chunk(state, meta, slot, n_bytes, parent_index)
     if reason:
         state.answer(done, WriteOver(job, reason))
         return
-    n_bytes = state.home.geometry.file_bytes(meta.n_pages)
     room = state.books.reserve(n_bytes, state.spare_bytes)
     if not room.granted:
         state.answer(done, WriteOver(job, "full"))
         return
     file = layout.file_name(meta, layout.tenant_tag(state.disk.secret, meta.namespace))
-    gates = _gates(state, room.victims, file.name)
-    parent = state.board.get(meta.parent)
-    recency = parent.recency if parent is not None else state.books.recency_under(meta.parent, state.wall_ns())
-    state.books.add_child(meta.parent)
-    state.board.add(Write(job, meta, file, slot, done, klass, n_bytes, recency, gates))
+    gates = gates_for(state, room.victims, file.name)
+    parent = state.board.get(parent_index)
+    recency = parent.recency if parent is not None else state.books.recency_under(parent_index, state.wall_ns())
+    state.books.add_child(parent_index)
+    state.budget.book(n_bytes)
+    state.board.add(Write(job, meta, file, slot, done, klass, n_bytes, recency, gates, parent=parent_index))
     state.for_writers.notify()
 
 
-def _gates(state: StoreState, victims: Sequence[Entry], name: str) -> list[Gate]:
+def gates_for(state: StoreState, victims: Sequence[Entry], name: str) -> list[Gate]:
     """What must be deleted before this write may begin: what it pushed out, an older file of the same name, and, so that the
     disk never holds more than the cap, all that is being deleted while the books are above it."""
     own = bury_victims(state, victims)
@@ -112,19 +116,31 @@ def _gates(state: StoreState, victims: Sequence[Entry], name: str) -> list[Gate]
     return [gate for gate in gates if gate is not None]
 
 
-def _refuse_write(state: StoreState, meta: ChunkMeta, slot: memoryview) -> str:
+def parent_key(state: StoreState, parent: bytes) -> bytes:
+    """What the index calls the piece with this whole key: a tail is known by its first 8 bytes."""
+    short = bytes(parent[:8])
+    return short if state.books.entry(short) is not None or state.board.get(short) is not None else bytes(parent)
+
+
+def refuse_write(state: StoreState, n_bytes: int, klass: int) -> str:
     if state.closed:
         return "closed"
     if not state.config.cap_bytes or state.write_breaker.is_open:
         return "read_only"
     if state.board.waiting() >= state.config.queue_limit:
         return "resources"
-    if slot.readonly or len(slot) < state.home.geometry.file_bytes(meta.n_pages):
-        log.error("store: a write of %d pages has a slot of %d bytes, readonly=%s", meta.n_pages, len(slot), slot.readonly)
+    if not state.budget.allows(n_bytes, klass, state.clock()):
+        return "budget"
+    return ""
+
+
+def _refuse_chunk(state: StoreState, meta: ChunkMeta, slot: memoryview, n_bytes: int, parent_index: bytes) -> str:
+    if slot.readonly or len(slot) < n_bytes:
+        log.error("store: a write of %d bytes has a slot of %d bytes, readonly=%s", n_bytes, len(slot), slot.readonly)
         return "internal"
     if meta.parent == state.books.root or state.books.has(meta.parent):
         return ""
-    parent = state.board.get(meta.parent)
+    parent = state.board.get(parent_index)
     return "" if parent is not None and parent.stage is not Stage.FAILED else "ancestor"
 
 

@@ -2,51 +2,44 @@
 
 Invariants (``check``): ``live`` = sum of entry sizes; ``used`` = live + reserved + dying + aside + stranded and, but for files
 found at open or a lowered cap, ``used`` <= cap. An entry with a known child, present or being written, is never a victim, nor
-is a pinned one, nor what may be an ancestor of either.
+is a pinned one, nor what may be an ancestor of either. Records: ``recordbooks.py``.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from kvalet.store.entries import Entry, Room
+from kvalet.store.entries import Entry, Quarantine, Room
 from kvalet.store.ids import ChunkKey, TailRef
+from kvalet.store.ledger import Ledger
+from kvalet.store.recordbooks import RecordBooks
 
-QUARANTINE_LIMIT = 65_536
 
-
-class Books:
+class Books(Ledger):
     """Index and ledger of one store. Not thread-safe: the owner holds its lock around every call.
 
     ``root``: the identity digest, parent of all first chunks. Sizes in bytes; recencies are ns, larger is later.
-    At the bound of the quarantine the oldest key is forgotten: it then counts as missing, not as refused.
     """
 
     def __init__(self, cap_bytes: int, root: bytes) -> None:
-        self.cap_bytes = cap_bytes
+        super().__init__(cap_bytes)
         self.root = root
-        self.live_bytes = 0
-        self.reserved_bytes = 0
-        self.dying_bytes = 0
-        self.aside_bytes = 0
-        self.stranded_bytes = 0
         self.evicted_files = 0
-        self.quarantined: OrderedDict[bytes, str] = OrderedDict()
+        self.quarantined = Quarantine()
+        self.records = RecordBooks(cap_bytes)
+        self.no_room = False  # the last reservation was refused for want of room
         self._entries: dict[bytes, Entry] = {}
         self._tails: dict[bytes, dict[bytes, Entry]] = {}
         self._pins: Counter[bytes] = Counter()
+        self._firsts: Counter[bytes] = Counter()
         self._children: Counter[bytes] = Counter()
         self._heap: list[tuple[int, int, bytes]] = []
         self._last_recency = 0
 
     def __len__(self) -> int:
         return len(self._entries)
-
-    @property
-    def used_bytes(self) -> int:
-        return self.live_bytes + self.reserved_bytes + self.dying_bytes + self.aside_bytes + self.stranded_bytes
 
     # -- questions
 
@@ -81,6 +74,10 @@ class Books:
         replaced = self.drop(entry.index_key)
         self._entries[entry.index_key] = entry
         self.live_bytes += entry.n_bytes
+        if entry.file.is_record:
+            self.records.add(entry)
+        elif entry.ordinal == 0:
+            self._firsts[entry.index_key[:8]] += 1
         if entry.file.is_tail and entry.parent is not None:
             self._tails.setdefault(entry.parent, {})[entry.index_key] = entry
         if entry.parent is not None:
@@ -96,6 +93,11 @@ class Books:
         if entry is None:
             return None
         self.live_bytes -= entry.n_bytes
+        if entry.file.is_record:
+            for key in self.records.remove(entry):
+                self._push_again(key)
+        elif entry.ordinal == 0:
+            self._first_gone(entry.index_key[:8])
         if entry.parent is not None:
             self.remove_child(entry.parent)
             tails = self._tails.get(entry.parent)
@@ -123,12 +125,6 @@ class Books:
             entry.unusable = reason
             entry.recency = 0
             self._push(entry)
-
-    def quarantine(self, key: bytes, reason: str) -> None:
-        """No reads of this key until a new put of it is durable."""
-        self.quarantined[key[:8]] = reason
-        while len(self.quarantined) > QUARANTINE_LIMIT:
-            self.quarantined.popitem(last=False)
 
     def add_child(self, parent: bytes) -> None:
         """A write after ``parent`` is in flight: ``parent`` is no victim meanwhile."""
@@ -160,14 +156,19 @@ class Books:
         return self._last_recency
 
     def touch(self, keys: Sequence[ChunkKey], recency: int) -> list[Entry]:
-        """One recency for the chain, and for the known ancestors of each key, so that no child is ever younger than its
-        parent. Returns what changed, parents first."""
+        """One recency for the chain, for the known ancestors of each key, so that no child is ever younger than its parent,
+        and for records that end with one of them. Returns what changed, parents first."""
         changed: list[Entry] = []
         for key in keys:
             found = self.find(key)
             if found is not None:
                 changed.extend(self._lift(found.index_key, recency))
+            for record in self.records.ending(key):
+                changed.extend(self._lift(record.index_key, recency))
         return changed
+
+    def touch_record(self, entry: Entry, recency: int) -> list[Entry]:
+        return self._lift(entry.index_key, recency)
 
     def recency_under(self, parent: bytes, now_ns: int) -> int:
         """Recency of a new child of ``parent``: the parent's, or a new value under the root."""
@@ -176,25 +177,35 @@ class Books:
 
     # -- room
 
-    def reserve(self, n_bytes: int, spare_disk_bytes: int) -> Room:
+    def reserve(self, n_bytes: int, spare_disk_bytes: int, *, record: bool = False) -> Room:
         """Book ``n_bytes`` for a file to be written, evicting what is necessary.
 
         ``spare_disk_bytes``: free bytes of the file system beyond what must stay free, as last measured; reservations are
-        taken off it here. Refused without evicting anything if room cannot be made.
+        taken off it here. ``record``: it is one, and records have a share of their own. Refused without evicting anything
+        if room cannot be made.
         """
+        self.no_room = True
         if n_bytes > self.cap_bytes:
             return Room(False)
+        too_many = self.records.over_share(n_bytes) if record else []
+        gained = sum(entry.n_bytes for entry in too_many if self._stands(entry))
         over_cap = self.used_bytes - self.dying_bytes + n_bytes - self.cap_bytes
         over_disk = n_bytes + self.reserved_bytes - self.dying_bytes - spare_disk_bytes
-        victims = self.evict(max(over_cap, over_disk, 0))
+        victims = self.evict(max(over_cap, over_disk, 0) - gained)
         if victims is None:
             return Room(False)
+        too_many = [entry for entry in too_many if self._entries.get(entry.index_key) is entry]
+        self.condemn(too_many)
+        self.no_room = False
         self.reserved_bytes += n_bytes
-        return Room(True, tuple(victims))
+        return Room(True, (*victims, *too_many))
 
-    def release(self, n_bytes: int) -> None:
-        """End a reservation (the file is an entry now, or was given up)."""
-        self.reserved_bytes -= n_bytes
+    def condemn(self, entries: Sequence[Entry]) -> None:
+        """Out of the index; their bytes are ``dying`` until ``buried``."""
+        for entry in entries:
+            self.drop(entry.index_key)
+            self.dying_bytes += entry.n_bytes
+        self.evicted_files += len(entries)
 
     def evict(self, need_bytes: int, *, partly: bool = False) -> list[Entry] | None:
         """Take the least recent, deepest entries that make up ``need_bytes`` out of the index; their bytes become
@@ -208,13 +219,13 @@ class Books:
         while self._heap and gained < need_bytes:
             item = heapq.heappop(self._heap)
             entry = self._entries.get(item[2])
-            if entry is None or (entry.recency, -entry.ordinal) != item[:2] or item[2] in kept:
-                continue  # a stale or second item
+            if entry is None or (entry.recency, -entry.ordinal) != item[:2] or item[2] in kept or self._stands(entry):
+                continue  # a stale or second item, or one that comes back when it may go
             kept[item[2]] = item
             if self._blocked(entry, released):
-                if entry.parent is None:
+                if entry.parent is None and not entry.file.is_record:
                     guard = max(guard, entry.ordinal)
-            elif entry.ordinal >= guard:
+            elif entry.ordinal >= guard or entry.file.is_record:
                 victims.append(entry)
                 gained += entry.n_bytes
                 if entry.parent is not None:
@@ -223,24 +234,14 @@ class Books:
             heapq.heappush(self._heap, item)
         if gained < need_bytes and not partly:
             return None
-        for entry in victims:
-            self.drop(entry.index_key)
-            self.dying_bytes += entry.n_bytes
-        self.evicted_files += len(victims)
+        self.condemn(victims)
         return victims
-
-    def buried(self, n_bytes: int, *, gone: bool = True) -> None:
-        """A dying file was unlinked, or could not be (``gone`` False: its bytes stay in the books as stranded)."""
-        self.dying_bytes -= n_bytes
-        if not gone:
-            self.stranded_bytes += n_bytes
 
     def check(self) -> None:
         """AssertionError if the books do not add up."""
-        assert self.live_bytes == sum(entry.n_bytes for entry in self._entries.values()), "live bytes"
-        for name in ("reserved_bytes", "dying_bytes", "aside_bytes", "stranded_bytes"):
-            assert getattr(self, name) >= 0, name
+        self.check_ledger(sum(entry.n_bytes for entry in self._entries.values()))
         assert all(count > 0 for count in self._children.values()), "children"
+        self.records.check(self._entries.values())
         for entry in self._entries.values():
             parent = self._entries.get(entry.parent) if entry.parent is not None else None
             assert parent is None or parent.unusable or parent.recency >= entry.recency, "a child is younger than its parent"
@@ -260,12 +261,38 @@ class Books:
     def _blocked(self, entry: Entry, released: Counter[bytes]) -> bool:
         if self._pins.get(entry.index_key[:8]):
             return True
-        if entry.file.is_tail or entry.unusable:
+        if entry.unusable:
             return False
         return self._children.get(entry.index_key, 0) > released.get(entry.index_key, 0)
 
+    def _first_gone(self, head: bytes) -> None:
+        """The first piece of a chain: records of that chain may be evicted from now on."""
+        self._firsts[head] -= 1
+        if self._firsts[head] <= 0:
+            del self._firsts[head]
+            for record in self.records.of_head(head):
+                self._push(record)
+
+    def _push_again(self, key: bytes) -> None:
+        """No pinned record names it any more."""
+        entry = self.find(key)
+        if entry is not None:
+            self._push(entry)
+
+    def _stands(self, entry: Entry) -> bool:
+        """Not a victim until something else has gone, and not in the heap: named by a pinned record, or a pinned record, or a
+        record whose chain is here. All ancestors of what a record names are named by it, too."""
+        if self.records.held.get(entry.index_key[:8]):
+            return not entry.unusable
+        file = entry.file
+        if not file.is_record or entry.unusable not in ("", "identity"):
+            return False
+        return file.pinned or (not entry.unusable and bool(self._firsts.get(file.head)))
+
     def _push(self, entry: Entry) -> None:
+        if self._stands(entry):
+            return
         heapq.heappush(self._heap, (entry.recency, -entry.ordinal, entry.index_key))
         if len(self._heap) > 64 + 4 * len(self._entries):
-            self._heap = [(e.recency, -e.ordinal, e.index_key) for e in self._entries.values()]
+            self._heap = [(e.recency, -e.ordinal, e.index_key) for e in self._entries.values() if not self._stands(e)]
             heapq.heapify(self._heap)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from kvalet.store import janitor, scan
+from kvalet.store import janitor, layout, recordchores, scan
 from kvalet.store.directory import write_probe
 from kvalet.store.entries import keys_of
 from kvalet.store.faultwords import explain
@@ -16,9 +16,12 @@ from kvalet.store.janitor import Burial
 from kvalet.store.layout import FileName
 from kvalet.store.reading import ReadOutcome
 from kvalet.store.state import ReadOver, StoreState
+from kvalet.store.storefiles import write_small
 from kvalet.store.workers import call, discard_all
 
 log = logging.getLogger("kvalet.store")
+RECORDS_EVERY_S = 1.0
+"""How often records are looked through for those whose time is over."""
 IDLE_S = 0.25
 """Longest sleep of clerk and janitor: how late an expiry or a chore can be."""
 
@@ -52,11 +55,12 @@ class Timers:
     free: float
     touch: float
     walk: float
+    records: float
 
 
 def janitor_loop(state: StoreState) -> None:
     now, config = state.clock(), state.config
-    timers = Timers(now + config.free_every_s, now + config.touch_every_s, now + config.walk_every_s)
+    timers = Timers(now + config.free_every_s, now + config.touch_every_s, now + config.walk_every_s, now + RECORDS_EVERY_S)
     while True:
         with state.lock:
             if not state.burials and not state.janitor_stopping:
@@ -108,9 +112,23 @@ def _timed(state: StoreState, timers: Timers, *, last: bool) -> None:
         probe = state.write_breaker.probe_due(now) and not last
     if probe:
         _probe(state)
+    if now >= timers.records and not last:
+        timers.records = now + RECORDS_EVERY_S
+        recordchores.sweep(state)
+    with state.lock:
+        spent = state.budget.save(now, state.wall_ns() / 1e9) if last or state.budget.save_due(now) else b""
+    if spent and state.config.bytes_per_day:
+        _save_budget(state, spent)
     if now >= timers.walk and not last:
         timers.walk = now + state.config.walk_every_s
         compare(state)
+
+
+def _save_budget(state: StoreState, spent: bytes) -> None:
+    try:
+        write_small(state.disk.root_fd, layout.BUDGET_FILE, spent)
+    except OSError as error:
+        log.warning("store: the budget of the day is not written down: %s", explain(error))
 
 
 def measure_free(state: StoreState) -> None:

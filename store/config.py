@@ -28,6 +28,7 @@ class StoreConfig:
     ``breaker_*``: ``breaker_errors`` read errors within ``breaker_window_s`` stop reads for ``breaker_open_s``; after a write
     error the tier is read-only until a probe, tried every ``probe_every_s``, succeeds.
     ``bad_files``, ``bad_bytes``: what is kept of refused files for diagnosis, the oldest deleted first.
+    ``bytes_per_day``: what may be written in a day, 0 = no limit; see ``budget.py``.
     ``walk_every_s``: how often the books are compared with the disk.
     """
 
@@ -53,6 +54,7 @@ class StoreConfig:
     touch_every_s: float = 5.0
     free_every_s: float = 1.0
     walk_every_s: float = 3600.0
+    bytes_per_day: int = 0
 
     def __post_init__(self) -> None:
         if not self.directory:
@@ -60,7 +62,7 @@ class StoreConfig:
         for name in ("readers", "writers", "committers", "queue_limit", "breaker_errors", "bad_files"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("cap_bytes", "min_free_bytes", "bad_bytes", "queue_deadline_s", "yield_s", "room_wait_s"):
+        for name in ("cap_bytes", "min_free_bytes", "bad_bytes", "queue_deadline_s", "yield_s", "room_wait_s", "bytes_per_day"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, not {getattr(self, name)}")
         if self.sync not in ("data", "none"):

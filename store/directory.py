@@ -40,13 +40,13 @@ class Directory:
     why_buffered: str = ""
     folder_fds: dict[str, int] = field(default_factory=dict)
     swept: int = 0
-    dirty_folders: set[str] = field(default_factory=lambda: {layout.CHUNKS, layout.TAILS})
-    """Both at first: whoever had the store before may have been killed between making a shard and flushing it."""
+    dirty_folders: set[str] = field(default_factory=lambda: set(layout.SHARDED))
+    """All at first: whoever had the store before may have been killed between making a shard and flushing it."""
     _counter: int = 0
     _shard_lock: threading.Lock = field(default_factory=threading.Lock)
 
     def open_shard(self, folder: str, shard: str) -> int:
-        """A descriptor of c/<shard> or t/<shard>; never through a symbolic link. The caller closes it."""
+        """A descriptor of a shard of a folder; never through a symbolic link. The caller closes it."""
         return self.io.open(shard, DIRECTORY_FLAGS, dir_fd=self.folder_fds[folder])
 
     def make_shard(self, folder: str, shard: str) -> int:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import xxhash
 from kvalet.store.config import BLOCK_BYTES
-from kvalet.store.ids import ChunkMeta, ids_le
+from kvalet.store.ids import ChunkMeta, StatePart, ids_le
 
 FORMAT_VERSION = 1
 MAGIC = b"kvaletKV"
@@ -22,6 +22,7 @@ CODEC_RAW = 0
 DIGEST_XXH3_128 = 1
 KIND_CHUNK = 1
 KIND_TAIL = 2
+KIND_STATE = 3
 MAX_IDS = 512
 """Token ids that fit a header: more than any chunk has."""
 
@@ -30,7 +31,9 @@ DIGEST_AT = BLOCK_BYTES - 16
 _FIXED = struct.Struct("<8sIIBBBBIQIIIIQQQQ16s16s32s32s32s")
 """In order: magic, version, header length, kind, codec, digest algorithm, flags, ordinal, first token, n tokens, n pages,
 page tokens, reserved 0, page bytes, page stride, payload bytes, created ns, payload digest, store id, identity, key, parent.
-Then zeros to 256, the token ids, zeros to 4080, the header's digest."""
+Then, in states only, STATE; zeros to 256, the token ids, zeros to 4080, the header's digest."""
+_STATE = struct.Struct("<QII")
+"""State bytes without padding, part, parts. All 0 in a chunk or a tail."""
 
 
 def digest(data: bytes | memoryview) -> bytes:
@@ -62,6 +65,12 @@ class Geometry:
 
     def file_bytes(self, n_pages: int) -> int:
         return BLOCK_BYTES + n_pages * self.page_stride
+
+    def bytes_of(self, meta: ChunkMeta) -> int:
+        """Length of its file: header and padded payload."""
+        if meta.state is not None:
+            return BLOCK_BYTES - (-meta.state.n_bytes // BLOCK_BYTES) * BLOCK_BYTES
+        return self.file_bytes(meta.n_pages)
 
     def pages_for(self, n_tokens: int) -> int:
         return -(-n_tokens // self.page_tokens)
@@ -102,6 +111,9 @@ class Header:
     identity: bytes
     key: bytes
     parent: bytes
+    state_bytes: int = 0
+    part: int = 0
+    parts: int = 0
     ids: tuple[int, ...] = ()
 
 
@@ -116,17 +128,15 @@ class Refused:
 def pack(home: Home, meta: ChunkMeta, payload_digest: bytes, created_ns: int) -> bytes:
     """The 4096 bytes that go in front of ``meta``'s payload. ValueError if ``meta`` does not fit the store's geometry."""
     geometry = home.geometry
-    whole = len(meta.ids) == geometry.chunk_tokens
-    if not meta.ids or len(meta.ids) > geometry.chunk_tokens or whole == meta.tail:
-        what = "a tail" if meta.tail else "a chunk"
-        raise ValueError(f"{what} of {len(meta.ids)} tokens where a chunk has {geometry.chunk_tokens}")
-    if meta.n_pages != geometry.pages_for(len(meta.ids)):
-        raise ValueError(f"{len(meta.ids)} tokens are {geometry.pages_for(len(meta.ids))} pages, not {meta.n_pages}")
+    if meta.state is None:
+        _check_tokens(geometry, meta)
+    else:
+        _check_state(meta, meta.state)
     fixed = _FIXED.pack(
         MAGIC,
         FORMAT_VERSION,
         BLOCK_BYTES,
-        KIND_TAIL if meta.tail else KIND_CHUNK,
+        _kind_of(meta),
         CODEC_RAW,
         DIGEST_XXH3_128,
         0,
@@ -138,7 +148,7 @@ def pack(home: Home, meta: ChunkMeta, payload_digest: bytes, created_ns: int) ->
         0,
         geometry.page_bytes,
         geometry.page_stride,
-        meta.n_pages * geometry.page_stride,
+        geometry.bytes_of(meta) - BLOCK_BYTES,
         created_ns,
         payload_digest,
         home.store_id,
@@ -146,8 +156,33 @@ def pack(home: Home, meta: ChunkMeta, payload_digest: bytes, created_ns: int) ->
         meta.key,
         meta.parent,
     )
+    fixed += _STATE.pack(*_state_of(meta))
     body = (fixed.ljust(IDS_AT, b"\0") + ids_le(meta.ids)).ljust(DIGEST_AT, b"\0")
     return body + digest(body)
+
+
+def _check_tokens(geometry: Geometry, meta: ChunkMeta) -> None:
+    whole = len(meta.ids) == geometry.chunk_tokens
+    if not meta.ids or len(meta.ids) > geometry.chunk_tokens or whole == meta.tail:
+        what = "a tail" if meta.tail else "a chunk"
+        raise ValueError(f"{what} of {len(meta.ids)} tokens where a chunk has {geometry.chunk_tokens}")
+    if meta.n_pages != geometry.pages_for(len(meta.ids)):
+        raise ValueError(f"{len(meta.ids)} tokens are {geometry.pages_for(len(meta.ids))} pages, not {meta.n_pages}")
+
+
+def _check_state(meta: ChunkMeta, part: StatePart) -> None:
+    if meta.ids or meta.n_pages or meta.tail or part.n_bytes < 1 or not 0 <= part.part < part.parts:
+        raise ValueError(f"a state has bytes and no tokens of its own: {meta}")
+
+
+def _kind_of(meta: ChunkMeta) -> int:
+    if meta.state is not None:
+        return KIND_STATE
+    return KIND_TAIL if meta.tail else KIND_CHUNK
+
+
+def _state_of(meta: ChunkMeta) -> tuple[int, int, int]:
+    return (0, 0, 0) if meta.state is None else (meta.state.n_bytes, meta.state.part, meta.state.parts)
 
 
 def unpack(block: bytes | memoryview) -> Header | Refused:
@@ -158,7 +193,7 @@ def unpack(block: bytes | memoryview) -> Header | Refused:
     if digest(block[:DIGEST_AT]) != bytes(block[DIGEST_AT:BLOCK_BYTES]):
         return Refused("header", "header_digest")
     fields = _FIXED.unpack_from(block)
-    header = Header(*fields)
+    header = Header(*fields, *_STATE.unpack_from(block, _FIXED.size))
     if header.magic != MAGIC:
         return Refused("foreign", "magic")
     for name, expected in (("version", FORMAT_VERSION), ("header_len", BLOCK_BYTES), ("codec", CODEC_RAW)):
@@ -196,7 +231,7 @@ def refuse_meta(header: Header, home: Home, meta: ChunkMeta) -> Refused | None:
     if refused:
         return refused
     for name, reason, expected in (
-        ("kind", "key", KIND_TAIL if meta.tail else KIND_CHUNK),
+        ("kind", "key", _kind_of(meta)),
         ("key", "key", meta.key),
         ("parent", "key", meta.parent),
         ("ordinal", "key", meta.ordinal),
@@ -204,8 +239,11 @@ def refuse_meta(header: Header, home: Home, meta: ChunkMeta) -> Refused | None:
         ("n_tokens", "key", len(meta.ids)),
         ("ids", "key", meta.ids),
         ("n_pages", "size", meta.n_pages),
-        ("payload_len", "size", meta.n_pages * home.geometry.page_stride),
+        ("payload_len", "size", home.geometry.bytes_of(meta) - BLOCK_BYTES),
     ):
         if getattr(header, name) != expected:
             return Refused(reason, name)
+    for name, number in zip(("state_bytes", "part", "parts"), _state_of(meta), strict=True):
+        if getattr(header, name) != number:
+            return Refused("key", name)
     return None

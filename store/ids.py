@@ -66,12 +66,28 @@ def chunk_key(secret: bytes, parent: bytes, ids: Sequence[int], extras: bytes = 
     return ChunkKey(mac.digest())
 
 
+def state_key(secret: bytes, parent: bytes, part: int = 0, parts: int = 1) -> ChunkKey:
+    """Key of a part of the running state at the end of ``parent``, the chunk or tail whose key names all tokens before it."""
+    message = parent + b"state" + part.to_bytes(4, "little") + parts.to_bytes(4, "little")
+    return ChunkKey(hashlib.blake2b(message, key=secret, digest_size=32).digest())
+
+
+@dataclass(frozen=True, slots=True)
+class StatePart:
+    """Which part of a running state: ``part`` of ``parts`` (a state longer than a slot is cut), and its bytes, unpadded."""
+
+    n_bytes: int
+    part: int = 0
+    parts: int = 1
+
+
 @dataclass(frozen=True, slots=True)
 class ChunkMeta:
     """What a chunk or a tail claims to be, and what a reader expects of it. Everything but the payload.
 
     ``ordinal``: index of the chunk in its chain; a tail has the ordinal the next whole chunk would have.
     ``ids``: its token ids; ``n_pages``: ceil(len(ids) / page tokens). ``tail``: fewer tokens than a chunk.
+    ``state``: it is no chunk but a part of the running state after ``parent``, at token ``first_token``; ``ids`` are empty.
     ``namespace``: name of the tenant space, for quotas ("" = default); hashed before it reaches a path.
     """
 
@@ -83,6 +99,7 @@ class ChunkMeta:
     n_pages: int
     tail: bool = False
     namespace: str = ""
+    state: StatePart | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ class ReadResult:
 
 @dataclass(frozen=True, slots=True)
 class WriteResult:
-    """``reason`` "" = durable. Else one of: full, io, ancestor, read_only, resources, cancelled, closed, budget (of the day),
+    """``reason`` "" = durable. Else one of: full, io, ancestor, read_only, resources, cancelled, closed, budget,
     internal. ``skipped``: it was there already (or another job wrote it meanwhile), this job wrote nothing."""
 
     job: int

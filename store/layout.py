@@ -1,6 +1,6 @@
 """Names of files. Pure. Every path is built from hex digits we computed ourselves; docs/store-format.md lists them.
 
-STORE SECRET IDENTITY LOCK tmp/ bad/
+STORE SECRET IDENTITY BUDGET LOCK tmp/ bad/
 c/<2 hex of key>/<64 hex key>.<ordinal>.<8 hex tenant tag>
 t/<2 hex of parent>/<64 hex parent>.<n tokens>.<16 hex of key>.<8 hex tenant tag>
 s/<2 hex of key>/<64 hex key>.<ordinal>.<8 hex tenant tag>
@@ -26,6 +26,7 @@ STORE_FILE = "STORE"
 SECRET_FILE = "SECRET"
 LOCK_FILE = "LOCK"
 IDENTITY_FILE = "IDENTITY"
+BUDGET_FILE = "BUDGET"
 SHARDED = (CHUNKS, TAILS, STATES, RECORDS)
 FOLDERS = (*SHARDED, TMP, BAD)
 SHARDS = tuple(f"{i:02x}" for i in range(256))
@@ -80,7 +81,8 @@ def file_name(meta: ChunkMeta, tag: str) -> FileName:
         name = f"{parent}.{len(meta.ids)}.{meta.key.hex()[:16]}.{tag}"
         return FileName(TAILS, parent[:2], name, meta.key[:8], meta.ordinal, bytes(meta.parent), len(meta.ids))
     key = meta.key.hex()
-    return FileName(CHUNKS, key[:2], f"{key}.{meta.ordinal}.{tag}", bytes(meta.key), meta.ordinal, bytes(meta.parent))
+    folder = CHUNKS if meta.state is None else STATES
+    return FileName(folder, key[:2], f"{key}.{meta.ordinal}.{tag}", bytes(meta.key), meta.ordinal, bytes(meta.parent))
 
 
 def tenant_hash(store_secret: bytes, tenant: str) -> bytes:

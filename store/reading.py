@@ -12,11 +12,12 @@ from kvalet.store import header
 from kvalet.store.config import BLOCK_BYTES
 from kvalet.store.directory import Directory
 from kvalet.store.faultwords import NO_DIRECT, STRANGE, explain, read_reason
-from kvalet.store.fileio import READ_FLAGS
+from kvalet.store.fileio import READ_FLAGS, FileStat
 from kvalet.store.header import Header, Home, Refused
 from kvalet.store.ids import ChunkKey, ChunkMeta, chunk_key
 from kvalet.store.jobs import NO_KEY
 from kvalet.store.layout import FileName
+from kvalet.store.record import Record
 
 MAX_TAIL_CANDIDATES = 4
 
@@ -36,6 +37,7 @@ class ReadOutcome:
     read_ms: float = 0.0
     verify_ms: float = 0.0
     stranger: bool = False
+    record: Record | None = None
 
 
 class Stranger(Exception):
@@ -45,12 +47,12 @@ class Stranger(Exception):
 def read_chunk(disk: Directory, home: Home, meta: ChunkMeta, file: FileName, slot: memoryview) -> ReadOutcome:
     """Whole file into ``slot``, verified against ``meta``. Never raises for what the disk does; the slot's bytes are
     worthless unless ``reason`` is ""."""
-    n_bytes = home.geometry.file_bytes(meta.n_pages)
+    n_bytes = home.geometry.bytes_of(meta)
     started = time.perf_counter()
     try:
         refused = _read_file(disk, file, slot, n_bytes)
     except (OSError, MemoryError) as error:
-        return _failed(error, file)
+        return failed(error, file)
     except Stranger as strange:
         return ReadOutcome("foreign", str(strange), file, stranger=True)
     read_ms = (time.perf_counter() - started) * 1e3
@@ -122,7 +124,7 @@ def _tail_header(disk: Directory, home: Home, wish: TailWish, file: FileName, sl
     try:
         refused = _read_file(disk, file, slot, BLOCK_BYTES, whole=False)
     except (OSError, MemoryError) as error:
-        return _failed(error, file)
+        return failed(error, file)
     except Stranger as strange:
         return ReadOutcome("foreign", str(strange), file, stranger=True)
     head = refused or header.unpack(slot[:BLOCK_BYTES])
@@ -158,7 +160,17 @@ def _meta_of(head: Header, wish: TailWish, file: FileName) -> ChunkMeta:
     return ChunkMeta(key, wish.parent, wish.ordinal, wish.first_token, head.ids, head.n_pages, tail=True)
 
 
-def _failed(error: OSError | MemoryError, file: FileName) -> ReadOutcome:
+def refuse_strangers(st: FileStat) -> None:
+    """Stranger if it is not a regular file of ours that nothing else links to."""
+    if not stat.S_ISREG(st.mode):
+        raise Stranger("not a regular file")
+    if st.nlink != 1:
+        raise Stranger("hard link")
+    if st.uid != os.geteuid():
+        raise Stranger("owner")
+
+
+def failed(error: OSError | MemoryError, file: FileName) -> ReadOutcome:
     reason = read_reason(error)
     return ReadOutcome(reason, explain(error), file, stranger=isinstance(error, OSError) and error.errno in STRANGE)
 
@@ -185,12 +197,7 @@ def _read_once(disk: Directory, shard_fd: int, file: FileName, view: memoryview,
     fd = io.open(file.name, READ_FLAGS | flags, dir_fd=shard_fd)
     try:
         st = io.fstat(fd)
-        if not stat.S_ISREG(st.mode):
-            raise Stranger("not a regular file")
-        if st.nlink != 1:
-            raise Stranger("hard link")
-        if st.uid != os.geteuid():
-            raise Stranger("owner")
+        refuse_strangers(st)
         if st.size != len(view) if whole else st.size < len(view):
             return Refused("size", "file size")
         done = 0

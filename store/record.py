@@ -54,9 +54,9 @@ class Record:
     stable while the branch grows. ``ids``: all its token ids; the KV of the first ``kv_len`` is durable: whole chunks
     ``chunk_keys`` in order, then ``tail_key``. ``boundary``: where the prompt of its last turn ends. ``decoded``: ranges of
     positions that decode steps computed. ``space``: which tenant secret its keys are made with; opaque here. ``parent``,
-    ``fork_at``: the branch it forked from, and where. ``pinned``: what it names is not evicted. ``ttl_s``: deleted so long after
-    ``last_use_ns`` (None: kept until evicted). ``state_keys``: running state at the boundary and at the end. ``rest``: keys of
-    the map that this version does not know, as JSON; they are kept.
+    ``fork_at``: the branch it forked from, and where. ``pinned``: what it names is not evicted. ``ttl_s``: deleted so long
+    after its last use (None: kept until evicted). ``state_keys``: running state at the boundary and at the end. ``rest``: keys
+    of the map that this version does not know, as JSON; they are kept.
     """
 
     tenant: str
@@ -178,7 +178,8 @@ def unpack(block: bytes | memoryview) -> RecordHead | Refused:
     ):
         if found not in known:
             return Refused("foreign", name)
-    return RecordHead(kind, flags, *rest[:6], RecordHome(*rest[6:]))
+    ttl_s, map_bytes, n_ids, n_keys, written_ns, checksum, *home = rest
+    return RecordHead(kind, flags, ttl_s, map_bytes, n_ids, n_keys, written_ns, checksum, RecordHome(*home))
 
 
 def verify(data: bytes | memoryview) -> RecordHead | Refused:

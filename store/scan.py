@@ -1,4 +1,4 @@
-"""Reading names at open: which chunk and tail files are there. One directory listing plus one stat per file, no contents.
+"""Reading names at open: which files are there. One directory listing plus one stat per file, no contents.
 
 Files that are not ours (names, types, owners, links) are counted and otherwise left alone.
 """
@@ -21,16 +21,18 @@ from kvalet.store.layout import FileName
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """What a walk of the disk found. Bytes are rounded up to 4096 per file."""
+    """What a walk of the disk found. Bytes are rounded up to 4096 per file. ``doubles``: older files of a record that has
+    a newer one under another name; a power loss can bring them back. They are in no book."""
 
     files: int
     n_bytes: int
     strangers: int
+    doubles: tuple[Entry, ...] = ()
 
 
 def walk(disk: Directory) -> Iterator[tuple[FileName | None, FileStat]]:
-    """All names under c/ and t/; None for one that is not ours. OSError if a shard cannot be listed."""
-    for folder in (layout.CHUNKS, layout.TAILS):
+    """All names under c/, t/, s/ and r/; None for one that is not ours. OSError if a shard cannot be listed."""
+    for folder in layout.SHARDED:
         for shard, st in disk.io.scan(disk.folder_fds[folder]):
             if shard not in _SHARDS or not stat.S_ISDIR(st.mode):
                 yield None, st
@@ -48,13 +50,19 @@ def load(disk: Directory, books: Books, now_ns: int) -> Walk:
     """Fill ``books``. Times in the future are clamped to now; a tail's ordinal comes from its parent, if that is here."""
     files = n_bytes = strangers = 0
     tails: list[Entry] = []
+    doubles: list[Entry] = []
     for file, st in walk(disk):
-        if file is None or books.entry(file.index_key) is not None:
+        other = books.entry(file.index_key) if file is not None else None
+        if file is None or (other is not None and not file.is_record):
             strangers += 1
             continue
-        entry = Entry(file, round_block(st.size), min(max(st.mtime_ns, 0), now_ns), file.ordinal)
+        entry = Entry(file, round_block(st.size), min(max(st.mtime_ns, 0), now_ns), max(file.ordinal, 0))
         files += 1
         n_bytes += entry.n_bytes
+        if other is not None:
+            entry, older = (entry, other) if _rank(entry) > _rank(other) else (other, entry)
+            books.drop(older.index_key)
+            doubles.append(older)
         if file.is_tail:
             tails.append(entry)
         else:
@@ -63,7 +71,12 @@ def load(disk: Directory, books: Books, now_ns: int) -> Walk:
         entry.parent = entry.file.parent
         entry.ordinal = _tail_ordinal(books, entry)
         books.add(entry)
-    return Walk(files, n_bytes, strangers)
+    return Walk(files, n_bytes, strangers, tuple(doubles))
+
+
+def _rank(record: Entry) -> tuple[int, bool]:
+    """Of two files of one record the later one counts; of equally old ones the pinned one: what is pinned is never lost."""
+    return record.recency, record.file.pinned
 
 
 def count(disk: Directory) -> Walk:

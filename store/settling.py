@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from kvalet.store.admission import parent_key
 from kvalet.store.entries import Entry, keys_of
 from kvalet.store.janitor import Burial, Gate
-from kvalet.store.jobs import ReadResult, WriteResult
+from kvalet.store.jobs import ReadResult, RecordResult, WriteResult
 from kvalet.store.reading import ReadOutcome
+from kvalet.store.recordjobs import settle_record, settle_record_read
 from kvalet.store.state import ReadOver, StoreState, WriteOver
 from kvalet.store.writeboard import Stage, Write
 
@@ -16,20 +18,27 @@ ASIDE = frozenset({"size", "header", "payload", "key"})
 never read again, and are evicted first."""
 
 
-def settle_read(state: StoreState, over: ReadOver) -> ReadResult:
+def settle_read(state: StoreState, over: ReadOver) -> ReadResult | RecordResult:
     read, last = over.read, over.outcomes[-1]
     with state.lock:
         state.unsettled -= 1
         state.books.unpin(read.held)
         for outcome in over.outcomes:
-            _count(state, outcome)
-            if outcome.reason and outcome.file is not None and outcome.reason not in KEEP:
-                _condemn(state, outcome)
-        if not last.reason and last.file is not None:
-            state.books.learn(last.file.index_key, last.key, last.parent)
+            book_refusal(state, outcome)
+        if not last.reason and last.file is not None and read.record is None:
+            state.books.learn(last.file.index_key, last.key, parent_key(state, last.parent))
         if any(outcome.reason == "io" and outcome.file is not None for outcome in over.outcomes):
             state.read_breaker.failed(state.clock())
+        if read.record is not None:
+            return settle_record_read(state, read, last)
     return ReadResult(read.job, last.reason, last.key, last.ids, last.n_bytes, last.read_ms, last.verify_ms)
+
+
+def book_refusal(state: StoreState, outcome: ReadOutcome) -> None:
+    """Lock held. Count what was found (a hit, too), and act on what was refused."""
+    _count(state, outcome)
+    if outcome.reason and outcome.file is not None and outcome.reason not in KEEP:
+        _condemn(state, outcome)
 
 
 def _count(state: StoreState, outcome: ReadOutcome) -> None:
@@ -55,7 +64,7 @@ def _condemn(state: StoreState, outcome: ReadOutcome) -> None:
     state.gone += keys_of([entry])
     state.touched.pop(file.name, None)
     if outcome.reason != "missing":
-        state.books.quarantine(file.index_key, outcome.reason)
+        state.books.quarantined.put(file.index_key, outcome.reason)
     if outcome.stranger or outcome.reason == "missing":
         state.books.drop(file.index_key)
         _fail_children(state, entry)
@@ -78,7 +87,7 @@ def _fail_children(state: StoreState, entry: Entry) -> None:
             state.tmp_garbage.append(write)
 
 
-def settle_write(state: StoreState, over: WriteOver) -> WriteResult:
+def settle_write(state: StoreState, over: WriteOver) -> WriteResult | RecordResult:
     write = over.write
     with state.lock:
         state.unsettled -= 1
@@ -87,25 +96,31 @@ def settle_write(state: StoreState, over: WriteOver) -> WriteResult:
             state.counts.internal += over.reason == "internal"
         elif over.skipped:
             state.counts.skipped += 1
+        if write is None and over.is_record:
+            return RecordResult(over.job, over.reason)
         if write is None or not over.leader:
             return WriteResult(over.job, over.reason, skipped=over.skipped and not over.reason)
         state.books.release(write.n_bytes)
         if write.stage is Stage.DURABLE:
-            _enter(state, write)
-            state.spare_bytes -= write.n_bytes  # until it is measured again
+            state.spare_bytes -= write.file_bytes  # until it is measured again
             state.counts.writes += 1
-            state.counts.written_bytes += write.n_bytes
+            state.counts.written_bytes += write.file_bytes
             state.counts.write_ms += over.write_ms
-        state.books.remove_child(write.meta.parent)
+            if write.record is None:
+                _enter(state, write)
+        state.budget.settle(write.n_bytes, write.file_bytes if write.stage is Stage.DURABLE else 0)
+        state.books.remove_child(write.parent)
         state.board.remove(write)
+        if write.record is not None:
+            return settle_record(state, write, over)
     n_bytes = 0 if over.reason else write.n_bytes
     return WriteResult(over.job, over.reason, n_bytes, write_ms=over.write_ms)
 
 
 def _enter(state: StoreState, write: Write) -> None:
     meta = write.meta
-    entry = Entry(write.file, write.n_bytes, write.recency, meta.ordinal, bytes(meta.key), bytes(meta.parent))
-    parent = state.books.entry(meta.parent)
+    entry = Entry(write.file, write.n_bytes, write.recency, meta.ordinal, bytes(meta.key), write.parent)
+    parent = state.books.entry(write.parent)
     if parent is not None and not parent.unusable:
         entry.recency = min(entry.recency, parent.recency)
     replaced = state.books.add(entry)

@@ -11,6 +11,7 @@ from typing import Any
 
 from kvalet.store.books import Books
 from kvalet.store.breaker import ReadBreaker, WriteBreaker
+from kvalet.store.budget import Budget
 from kvalet.store.config import KLASSES, StoreConfig
 from kvalet.store.directory import Directory
 from kvalet.store.errors import StoreError
@@ -20,8 +21,11 @@ from kvalet.store.ids import ChunkKey, ChunkMeta
 from kvalet.store.janitor import BadFolder, Burial, Gate
 from kvalet.store.layout import FileName
 from kvalet.store.reading import ReadOutcome, TailWish
+from kvalet.store.recordfiles import RecordWish
 from kvalet.store.writeboard import Write, WriteBoard
 
+NO_SLOT = memoryview(b"")
+"""Of jobs that move no chunk."""
 UNKNOWN_SPARE = 1 << 62
 """Until free space was measured once: only the cap limits."""
 
@@ -30,7 +34,7 @@ Done = Callable[[Any], None]
 
 @dataclass(slots=True, eq=False)
 class Read:
-    """One read. Exactly one of ``meta`` (a chunk) and ``wish`` (a tail) is set. ``held``: index keys pinned for it."""
+    """One read. Exactly one of ``meta`` (a chunk or state), ``wish`` (a tail) and ``record`` is set. ``held``: index keys pinned for it."""
 
     job: int
     slot: memoryview
@@ -42,6 +46,7 @@ class Read:
     held: tuple[bytes, ...] = ()
     klass: int = 0
     started_at: float = 0.0
+    record: RecordWish | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +59,8 @@ class ReadOver:
 
 @dataclass(frozen=True, slots=True)
 class WriteOver:
-    """Completion of a write or of one of its followers (``leader`` False). ``write`` None: refused at once."""
+    """Completion of a write or of one of its followers (``leader`` False). ``write`` None: refused at once; ``is_record``
+    then says what it was."""
 
     job: int
     reason: str
@@ -62,6 +68,7 @@ class WriteOver:
     leader: bool = True
     skipped: bool = False
     write_ms: float = 0.0
+    is_record: bool = False
 
 
 @dataclass(slots=True)
@@ -80,6 +87,7 @@ class Counts:
     internal: int = 0
     drift: int = 0
     waves: int = 0
+    expired_records: int = 0
     refusals: Counter[tuple[str, str]] = field(default_factory=Counter)
     failures: Counter[str] = field(default_factory=Counter)
 
@@ -88,7 +96,9 @@ class StoreState:
     """``lock`` guards everything below it. ``wake``: readers, writers, committer, clerk and janitor sleep on their own
     conditions over that lock."""
 
-    def __init__(self, config: StoreConfig, disk: Directory, home: Home, books: Books, bad: BadFolder) -> None:
+    def __init__(
+        self, config: StoreConfig, disk: Directory, home: Home, books: Books, bad: BadFolder, budget: Budget | None = None
+    ) -> None:
         self.config = config
         self.disk = disk
         self.home = home
@@ -97,6 +107,7 @@ class StoreState:
         self.lock = threading.Lock()
         self.books = books
         self.bad = bad
+        self.budget = budget or Budget(0, 0.0, 0.0)
         self.reads: FairQueue[Read] = FairQueue(KLASSES)
         self.board = WriteBoard()
         self.running: dict[int, Read] = {}
@@ -107,6 +118,8 @@ class StoreState:
         self.touched: dict[str, tuple[FileName, int]] = {}
         self.gone: list[ChunkKey] = []
         self.unsettled = 0
+        self.lost_pins = 0
+        """Pinned records that could not be read at open."""
         self.spare_bytes = UNKNOWN_SPARE
         self.read_breaker = ReadBreaker(config.breaker_errors, config.breaker_window_s, config.breaker_open_s)
         self.write_breaker = WriteBreaker(config.probe_every_s)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from kvalet.store.books import Books
 from kvalet.store.scan import Walk
 from kvalet.store.state import StoreState
 
@@ -22,6 +23,8 @@ class StoreStatistics:
     """Bytes, counts since open, rates in bytes per second (0 = not measured yet).
 
     ``used_bytes`` = live + reserved + dying + aside + stranded: what kvalet's files take, or are about to, in whole blocks.
+    ``records``, ``record_bytes``: session records; ``held_bytes``: live bytes that pinned records keep from eviction.
+    ``budget_left_bytes``: what background writes may still take today, -1 without a limit.
     ``refusals``: (reason, field, count) of reads; ``failures``: (reason, count) of writes. ``internal`` counts defects.
     """
 
@@ -62,6 +65,20 @@ class StoreStatistics:
     write_bytes_per_s: float
     refusals: tuple[tuple[str, str, int], ...]
     failures: tuple[tuple[str, int], ...]
+    records: int = 0
+    record_bytes: int = 0
+    pinned_records: int = 0
+    held_bytes: int = 0
+    expired_records: int = 0
+    bytes_per_day: int = 0
+    budget_left_bytes: int = -1
+
+
+def held_bytes(books: Books) -> int:
+    """Pinned records and what they keep."""
+    named = (books.find(key) for key in books.records.held_keys())
+    pinned = (entry for entry in books.records.all() if entry.file.pinned)
+    return sum(entry.n_bytes for entry in (*named, *pinned) if entry is not None)
 
 
 def rate(n_bytes: int, ms: float) -> float:
@@ -110,6 +127,13 @@ def statistics_of(state: StoreState, found: Walk) -> StoreStatistics:
         write_bytes_per_s=rate(counts.written_bytes, counts.write_ms),
         refusals=tuple(sorted((reason, field, n) for (reason, field), n in refusals.items())),
         failures=tuple(sorted(counts.failures.items())),
+        records=len(books.records),
+        record_bytes=books.records.n_bytes,
+        pinned_records=books.records.n_pinned,
+        held_bytes=held_bytes(books),
+        expired_records=counts.expired_records,
+        bytes_per_day=state.config.bytes_per_day,
+        budget_left_bytes=state.budget.left(now) if state.config.bytes_per_day else -1,
     )
 
 
@@ -128,4 +152,11 @@ def health_of(state: StoreState) -> Health:
         why.append(f"{len(stuck)} reads hang in the disk and hold their slots")
     if state.books.stranded_bytes:
         why.append(f"{state.books.stranded_bytes} bytes could not be deleted")
+    held = held_bytes(state.books) if state.books.no_room else 0
+    if held:
+        why.append(f"there is no room for more: pinned sessions hold {held} of {state.books.cap_bytes} bytes")
+    if state.lost_pins:
+        why.append(f"{state.lost_pins} pinned records could not be read when the store was opened")
+    if state.budget.exhausted(now):
+        why.append(f"the budget of {state.config.bytes_per_day} bytes a day is spent: nothing is written for a while")
     return Health("degraded" if why else "ok", tuple(why))

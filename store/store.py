@@ -1,4 +1,4 @@
-"""The disk tier: chunk and tail files in one directory, written durably, read verified, bounded in bytes.
+"""The disk tier: chunk, tail, state and record files in one directory, written durably, read verified, bounded in bytes.
 
 Called from one thread (the event loop's); nothing here does file I/O except ``open`` and ``close``. Jobs end exactly once:
 ``done(completion)`` on a thread of the store's, then ``settle(completion)`` by the caller, which returns the outcome.
@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from kvalet.store import admission, chores, closing, scan, workers
+from kvalet.store import admission, budget, chores, closing, layout, recordchores, recordjobs, scan, workers
 from kvalet.store.books import Books
 from kvalet.store.config import StoreConfig
 from kvalet.store.directory import Directory, open_directory
@@ -25,12 +25,13 @@ from kvalet.store.fileio import FileIO
 from kvalet.store.header import Geometry, Home
 from kvalet.store.ids import ChunkKey, ChunkMeta, Identity, TailRef
 from kvalet.store.janitor import BadFolder, load_bad
-from kvalet.store.jobs import ReadResult, WriteResult
+from kvalet.store.jobs import ReadResult, RecordResult, WriteResult
 from kvalet.store.reading import TailWish
+from kvalet.store.record import Record
 from kvalet.store.settling import settle_read, settle_write
 from kvalet.store.state import Done, Read, ReadOver, StoreState
 from kvalet.store.stats import Health, StoreStatistics, health_of, statistics_of
-from kvalet.store.storefiles import identity_file
+from kvalet.store.storefiles import identity_file, read_small
 
 log = logging.getLogger("kvalet.store")
 _open_stores: weakref.WeakSet[DiskStore] = weakref.WeakSet()
@@ -75,7 +76,9 @@ class DiskStore:
             changes = _note_identity(config.directory, disk, identity)
             bad, walk = _scan(config.directory, disk, books)
             books.aside_bytes = bad.n_bytes
-            state = StoreState(config, disk, Home(disk.store_id, identity.digest, geometry), books, bad)
+            home = Home(disk.store_id, identity.digest, geometry)
+            state = StoreState(config, disk, home, books, bad, _budget(config, disk))
+            recordchores.restore_pins(state, walk)
             chores.measure_free(state)
             opened.pop_all()
         store = cls(state, walk)
@@ -107,7 +110,14 @@ class DiskStore:
             return self._state.books.tails(parent) if self._usable() else []
 
     def accepts_writes(self) -> bool:
-        return self._usable() and not self._state.write_breaker.is_open
+        state = self._state
+        return self._usable() and not state.write_breaker.is_open and not state.budget.exhausted(state.clock())
+
+    def branches(self, tenant: str, session: str) -> Sequence[str]:
+        """Branches of the session that have a record, most recent first. Not all of them need be readable, or of this
+        identity."""
+        with self._state.lock:
+            return recordjobs.branches(self._state, tenant, session) if self._usable() else []
 
     # -- jobs
 
@@ -145,15 +155,34 @@ class DiskStore:
         with state.lock:
             admission.admit_write(state, job, meta, slot, done, klass)
 
+    def write_record(self, job: int, record: Record, done: Done, *, klass: int) -> None:
+        """Outcome: RecordResult; "" only if the record is durable, after all that it names; it takes the place of the one before
+        it. What a pinned record names is not evicted, also after a restart, until its record is replaced by one that is not
+        pinned, or dropped."""
+        with self._state.lock:
+            recordjobs.admit_record(self._state, job, record, done, klass)
+
+    def read_record(self, job: int, tenant: str, session: str, branch: str, done: Done) -> None:
+        """Outcome: RecordResult with the record, or the reason. What it names need not be there."""
+        with self._state.lock:
+            recordjobs.admit_record_read(self._state, job, tenant, session, branch, done)
+
+    def drop_record(self, tenant: str, session: str, branch: str) -> None:
+        """Forget it, also one that is being written. Unknown ones are ignored. The file goes soon; a power loss right after may
+        bring it back."""
+        with self._state.lock:
+            if self._usable():
+                recordjobs.drop_record(self._state, tenant, session, branch)
+
     def cancel(self, job: int) -> None:
         """What has not started ends as "cancelled"; anything else, also unknown ids, is left alone."""
         with self._state.lock:
             admission.cancel(self._state, job)
 
     def settle(self, completion: Any) -> Any:
-        """ReadResult or WriteResult of a completion; once per completion, on the loop thread."""
+        """ReadResult, WriteResult or RecordResult of a completion; once per completion, on the loop thread."""
         if isinstance(completion, ReadOver):
-            result: ReadResult | WriteResult = settle_read(self._state, completion)
+            result: ReadResult | WriteResult | RecordResult = settle_read(self._state, completion)
         else:
             result = settle_write(self._state, completion)
         self._tell_gone()
@@ -227,6 +256,14 @@ def _note_identity(path: str, disk: Directory, identity: Identity) -> list[str]:
         return identity_file(path, disk.root_fd, identity)
     except OSError as error:
         raise StoreRefused(f"The file IDENTITY in the store {path!r} cannot be kept: {explain(error)}.") from error
+
+
+def _budget(config: StoreConfig, disk: Directory) -> budget.Budget:
+    try:
+        data = read_small(disk.root_fd, layout.BUDGET_FILE) if config.bytes_per_day else None
+    except OSError as error:
+        raise StoreRefused(f"The file BUDGET in the store {config.directory!r} cannot be read: {explain(error)}.") from error
+    return budget.load(data, config.bytes_per_day, created=disk.created, now=time.monotonic(), wall_s=time.time())
 
 
 def _scan(path: str, disk: Directory, books: Books) -> tuple[BadFolder, scan.Walk]:

@@ -100,7 +100,7 @@ def read_small(root_fd: int, name: str, limit: int = STORE_LIMIT) -> bytes | Non
         os.close(fd)
 
 
-def _write_small(root_fd: int, name: str, data: bytes) -> None:
+def write_small(root_fd: int, name: str, data: bytes) -> None:
     """Durable, by rename; readers see all of it or nothing."""
     tmp = f".{name}.new"
     try:
@@ -121,7 +121,7 @@ def store_file(path: str, root_fd: int) -> tuple[bytes, bool]:
     data = read_small(root_fd, layout.STORE_FILE)
     if data is None:
         store_id = os.urandom(16)
-        _write_small(root_fd, layout.STORE_FILE, store_line(store_id, int(time.time())))
+        write_small(root_fd, layout.STORE_FILE, store_line(store_id, int(time.time())))
         return store_id, True
     return parse_store_line(path, data), False
 
@@ -151,7 +151,7 @@ def identity_file(path: str, root_fd: int, identity: Identity) -> list[str]:
     now = json.dumps(dict(identity.fields), sort_keys=True).encode()
     if data == now:
         return []
-    _write_small(root_fd, layout.IDENTITY_FILE, now)
+    write_small(root_fd, layout.IDENTITY_FILE, now)
     try:
         before = json.loads(data or b"null")
     except ValueError:
@@ -170,7 +170,7 @@ def secret_file(path: str, root_fd: int, *, created: bool) -> bytes:
         if not created:
             log.warning("store %r: SECRET is missing; a new one is made, and what was stored before will not be used", path)
         data = os.urandom(32)
-        _write_small(root_fd, layout.SECRET_FILE, data)
+        write_small(root_fd, layout.SECRET_FILE, data)
     if len(data) != 32:
         raise StoreRefused(f"The file SECRET in the store {path!r} must have 32 bytes, not {len(data)}.")
     return data

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from kvalet.store import reading, writing
+from kvalet.store import reading, recordfiles, writing
 from kvalet.store.admission import bury_victims
 from kvalet.store.faultwords import FULL, explain, opens_write_breaker, write_reason
 from kvalet.store.janitor import Gate
@@ -63,8 +63,9 @@ def _refuse_early(state: StoreState, read: Read) -> ReadOutcome | None:
     """Lock held. What became known while it waited."""
     if state.read_breaker.is_open(state.clock()):
         return ReadOutcome("io", "breaker")
-    if read.meta is not None and state.books.quarantined.get(read.meta.key[:8]):
-        return ReadOutcome("quarantined", state.books.quarantined[read.meta.key[:8]])
+    name = read.meta.key[:8] if read.meta is not None else read.held[0][:8] if read.record is not None else b""
+    if state.books.quarantined.get(name):
+        return ReadOutcome("quarantined", state.books.quarantined[name])
     return None
 
 
@@ -72,6 +73,8 @@ def _read(state: StoreState, read: Read) -> list[ReadOutcome]:
     try:
         if read.meta is not None:
             return [reading.read_chunk(state.disk, state.home, read.meta, read.files[0], read.slot)]
+        if read.record is not None:
+            return [recordfiles.read_record(state.disk, read.record, read.files[0])]
         assert read.wish is not None
         return reading.read_tail(state.disk, state.home, read.wish, read.files, read.slot)
     except Exception:  # a defect must fail this job only
@@ -156,6 +159,9 @@ def _write(state: StoreState, write: Write) -> str | None:
             full = isinstance(error, OSError) and error.errno in FULL
             if not full or attempt or not _make_room(state, write):
                 return _blame(state, write, error)
+        except ValueError as error:
+            log.warning("store: record job %d: %s", write.job, error)
+            return "record"
         except Exception:  # a defect must fail this job only
             log.exception("store: write job %d failed", write.job)
             return "internal"
@@ -207,8 +213,9 @@ def committer_loop(state: StoreState) -> None:
         with state.lock:
             for failure in failures:
                 state.books.stranded_bytes += failure.stranded_bytes
-                if failure.replaced:
-                    state.books.drop(failure.write.file.index_key)
+                lost = state.books.entry(failure.write.file.index_key) if failure.replaced else None
+                if lost is not None and lost.file.name == failure.write.file.name:
+                    state.books.drop(lost.index_key)
             for write in wave:
                 if id(write) in reasons:
                     failed = state.board.fail(write, reasons[id(write)])

@@ -15,6 +15,7 @@ from typing import Any
 from kvalet.store.config import KLASSES
 from kvalet.store.ids import ChunkMeta
 from kvalet.store.layout import FileName
+from kvalet.store.record import Record
 
 
 class Stage(Enum):
@@ -42,7 +43,9 @@ NEXT = {
 @dataclass(slots=True, eq=False)
 class Write:
     """One write. ``followers``: (job, done) of later writes of the same key, which end with it. ``gates``: unlinks that
-    must be over before its data may be written. ``doomed``: an ancestor failed while a worker owned it."""
+    must be over before its data may be written. ``doomed``: an ancestor failed while a worker owned it. ``parent``: index key
+    of the file that must be durable before. ``record``: it is one, and ``meta`` only says where it hangs; ``file_bytes``: what its
+    file takes, known once it is written; ``dropped``: to be deleted as soon as it is settled."""
 
     job: int
     meta: ChunkMeta
@@ -59,6 +62,14 @@ class Write:
     doomed: str = ""
     tmp: str = ""
     started_ns: int = 0
+    parent: bytes = b""
+    record: Record | None = None
+    file_bytes: int = 0
+    dropped: bool = False
+
+    def __post_init__(self) -> None:
+        self.parent = self.parent or self.meta.parent
+        self.file_bytes = self.file_bytes or self.n_bytes
 
 
 class WriteBoard:
@@ -98,9 +109,9 @@ class WriteBoard:
         """The parent is durable already or on the board. Its queued ancestors inherit a more urgent class."""
         self._writes[write.file.index_key] = write
         self._by_job[write.job] = write.file.index_key
-        self._children.setdefault(write.meta.parent, []).append(write)
+        self._children.setdefault(write.parent, []).append(write)
         self._queues[write.klass].append(write)
-        self.raise_klass(self._writes.get(write.meta.parent), write.klass)
+        self.raise_klass(self._writes.get(write.parent), write.klass)
 
     def raise_klass(self, write: Write | None, klass: int) -> None:
         """``write`` and its ancestors go at least as early as ``klass``."""
@@ -109,7 +120,7 @@ class WriteBoard:
             if write.stage is Stage.QUEUED:
                 line.append(write)
             self._move(write, klass)
-            write = self._writes.get(write.meta.parent)
+            write = self._writes.get(write.parent)
         for ancestor in line:  # deepest first, each to the front: the first ancestor ends up in front
             self._queues[klass].remove(ancestor)
             self._queues[klass].appendleft(ancestor)
@@ -191,10 +202,10 @@ class WriteBoard:
         if self._writes.get(write.file.index_key) is write:
             del self._writes[write.file.index_key]
         self._by_job.pop(write.job, None)
-        siblings = self._children.get(write.meta.parent, [])
+        siblings = self._children.get(write.parent, [])
         siblings.remove(write)
         if not siblings:
-            self._children.pop(write.meta.parent, None)
+            self._children.pop(write.parent, None)
 
     def close(self) -> list[Write]:
         """Fail all that no worker owns with "closed"; doom the rest."""
@@ -211,7 +222,7 @@ class WriteBoard:
         return over
 
     def _parent_durable(self, write: Write) -> bool:
-        parent = self._writes.get(write.meta.parent)
+        parent = self._writes.get(write.parent)
         return parent is None or parent.stage is Stage.DURABLE
 
     def _move(self, write: Write, klass: int) -> None:

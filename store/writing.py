@@ -17,6 +17,8 @@ from kvalet.store.directory import Directory
 from kvalet.store.faultwords import NO_DIRECT
 from kvalet.store.fileio import CREATE_FLAGS
 from kvalet.store.header import Home
+from kvalet.store.janitor import round_block
+from kvalet.store.record import RecordHome, encode
 from kvalet.store.writeboard import Write
 
 MAX_STALLS = 2
@@ -33,14 +35,29 @@ class Stranded(Exception):
 
 
 def write_data(disk: Directory, home: Home, write: Write, created_ns: int, *, sync: bool) -> str:
-    """Header into the slot's first block, then the whole slot into a new file in tmp/. Returns its name.
+    """Header into the slot's first block, then the whole slot into a new file in tmp/; a record is encoded here, and goes
+    through the page cache. Returns the file's name.
 
-    OSError/MemoryError: the write failed and left nothing. Stranded: it left bytes. fdatasync is never tried twice.
+    ValueError: a record that cannot be told; nothing was begun. OSError/MemoryError: the write failed and left nothing. Stranded: it left bytes. fdatasync is never tried twice.
     """
+    if write.record is not None:
+        data = encode(write.record, record_home(disk, home, write), created_ns)
+        write.file_bytes = round_block(len(data))
+        return _write_new(disk, write, memoryview(data), 0, sync=sync)
     view = write.slot[: write.n_bytes]
+    if write.meta.state is not None:
+        view[BLOCK_BYTES + write.meta.state.n_bytes :] = bytes(len(view) - BLOCK_BYTES - write.meta.state.n_bytes)
     payload_digest = header.digest(view[BLOCK_BYTES:])
     view[:BLOCK_BYTES] = header.pack(home, write.meta, payload_digest, created_ns)
-    flags = disk.data_flags
+    return _write_new(disk, write, view, disk.data_flags, sync=sync)
+
+
+def record_home(disk: Directory, home: Home, write: Write) -> RecordHome:
+    assert write.record is not None
+    return RecordHome(home.store_id, home.identity, layout.tenant_hash(disk.secret, write.record.tenant), write.file.session)
+
+
+def _write_new(disk: Directory, write: Write, view: memoryview, flags: int, *, sync: bool) -> str:
     while True:
         name = disk.new_tmp_name()
         try:

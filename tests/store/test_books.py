@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
-from kvalet.store.books import QUARANTINE_LIMIT, Books
+from kvalet.store.books import Books
+from kvalet.store.entries import QUARANTINE_LIMIT
 from kvalet.store.entries import UNKNOWN_ORDINAL, Entry, keys_of
 from kvalet.store.ids import ChunkKey
 from kvalet.store.layout import FileName
@@ -128,7 +129,7 @@ def test_unusable_files_keep_their_bytes_and_go_first() -> None:
 def test_the_quarantine_is_bounded() -> None:
     books = Books(MUCH, ROOT)
     for i in range(QUARANTINE_LIMIT + 10):
-        books.quarantine(i.to_bytes(32, "big")[::-1], "payload")
+        books.quarantined.put(i.to_bytes(32, "big")[::-1], "payload")
     assert len(books.quarantined) == QUARANTINE_LIMIT
 
 
