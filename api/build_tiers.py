@@ -64,6 +64,9 @@ def no_slot(slot: SlotId) -> memoryview:
 class NoDisk:
     """``sched.ports.DiskView`` of an engine without a disk tier."""
 
+    def branches(self, tenant: str, session: str) -> Sequence[str]:
+        return ()
+
     def has(self, key: ChunkKey) -> bool:
         return False
 
