@@ -8,7 +8,6 @@ its records is in ``resume.py``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
 
@@ -28,12 +27,6 @@ MAX_RETRY_S = 30.0
 BUDGET_PAUSE_S = 60.0
 PASSING = frozenset({"cancelled", "closed", "missing", "busy", "record"})
 """Why a record failed without the disk being at fault."""
-
-
-def stored_branches(board: Board, tenant: str, name: str) -> Sequence[str]:
-    """Branches of the session that the disk has records of, most recent first."""
-    branches = getattr(board.disk, "branches", None)  # TEMPORARY until the store's records land
-    return () if branches is None else branches(tenant, name)  # type: ignore[no-any-return]
 
 
 def number(board: Board, count: int = 1) -> TransferId:
@@ -72,9 +65,6 @@ def _above_disk(board: Board, line: Line, key: ChunkKey) -> bool:
 def pump(board: Board) -> None:
     """Send the records that are due, a few at a time."""
     lines = board.lines
-    if not hasattr(board.disk, "branches"):  # TEMPORARY until the store's records land
-        lines.due.clear()
-        return
     if not lines.due or board.now < lines.record_retry_at or not board.disk.accepts_writes():
         return
     for line in list(islice(lines.due, 2 * MAX_RECORDS)):
@@ -230,7 +220,7 @@ def drop(board: Board, line: Line) -> None:
 
 def close(board: Board, session: Session | None, tenant: str, name: str) -> None:
     """All records of the session go, read or not; nothing is written for it any more."""
-    stored: dict[str, None] = dict.fromkeys(stored_branches(board, tenant, name))
+    stored: dict[str, None] = dict.fromkeys(board.disk.branches(tenant, name))
     if session is not None:
         session.closed = True
         for line in session.lines.values():

@@ -275,6 +275,8 @@ def detach(board: Board, turn: Turn) -> None:
 
 def _take_down(board: Board, transfer: Transfer, *, over: bool) -> None:
     """``over``: no command is out. Pages that no copy is writing are free at once; the rest when the answer comes."""
+    if not transfer.live:
+        return  # another asker, which had all before it in, has joined it already
     if over or transfer.state is TransferState.RESERVED or transfer.arrived:
         board.finish_transfer(transfer, TransferCause.FAIL)
         return

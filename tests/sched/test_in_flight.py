@@ -25,6 +25,7 @@ from kvalet.sched.ports import CopyDoneCallback, JobDoneCallback
 from kvalet.sched.stats import Stats
 from kvalet.store.ids import ChunkKey, ChunkMeta, TailRef
 from kvalet.store.jobs import ReadResult, WriteResult
+from kvalet.store.record import Record
 
 KEY = ChunkKey(b"k" * 32)
 META = ChunkMeta(KEY, b"p" * 32, 0, 0, tuple(range(16)), 1)
@@ -81,6 +82,15 @@ class Bench:
 
     def accepts_writes(self) -> bool:
         return True
+
+    def branches(self, tenant: str, session: str) -> Sequence[str]:
+        return ()
+
+    def write_record(self, job: int, record: Record, done: JobDoneCallback, *, klass: int) -> None: ...
+
+    def read_record(self, job: int, tenant: str, session: str, branch: str, done: JobDoneCallback) -> None: ...
+
+    def drop_record(self, tenant: str, session: str, branch: str) -> None: ...
 
     def read(self, job: int, meta: ChunkMeta, slot: memoryview, done: JobDoneCallback, *, session: str, klass: int) -> None:
         self._note(done, "read", job, meta, slot[0], session, klass)

@@ -7,6 +7,7 @@ and come back, close sessions; the disk loses and damages files; at the end ever
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 from dataclasses import dataclass, field, replace
@@ -76,7 +77,7 @@ class Walk:
         """The disk is sometimes full or read-only; where it never is, and is large, no pinned chain may be lost."""
         self.certain = disk and not self.refusing and capacity > 1000
         if self.certain:
-            cfg = replace(cfg, pin_wait_s=1e6)
+            cfg = replace(cfg, pin_wait_s=math.inf)
         self.world = World(cfg, disk=disk, capacity=capacity, model=FakeModel(vocab=rng.choice((5, 97))))
         self.slow = rng.choice((0.2, 1.0, 3.0))
         self.system = self._ids(rng.randint(3, 20))

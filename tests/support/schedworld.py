@@ -6,6 +6,7 @@ how. After every event the core checks all its invariants; answers are compared 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -278,7 +279,8 @@ class World(RecordSide):
             self.store.touch(command.keys)
 
     def _do_WakeAt(self, command: cmd.WakeAt) -> None:
-        self.wakes.append(command.at)
+        if command.at < math.inf:
+            self.wakes.append(command.at)
 
     def _do_Drained(self, command: cmd.Drained) -> None:
         self.drained.append(command.left_behind)

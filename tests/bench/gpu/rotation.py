@@ -58,6 +58,9 @@ class NoDisk:
     def accepts_writes(self) -> bool:
         return False
 
+    def branches(self, tenant: str, session: str) -> tuple[()]:
+        return ()
+
 
 class NoCopies:
     """For "none" and "all": without slots no copy is ever asked for."""
