@@ -10,7 +10,10 @@ from pathlib import Path
 
 from kvalet.api.fetch_model import model_path
 
-REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
+REPOSITORY = re.compile(r"([A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(?:@([\w./-]{1,95}))?")
+NEEDED = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "LICENSE*"]
+NOT_NEEDED = ["*/*", "consolidated*.safetensors"]
+"""What of a repository a model needs: nothing in folders of its own, and not Mistral's second copy of the weights."""
 HUB_MISSING = "huggingface_hub is not installed: pip install 'kvalet[hub]'"
 
 
@@ -27,7 +30,8 @@ class ModelPlace:
 
 
 def find_model(model: str, environment: Mapping[str, str] = os.environ) -> ModelPlace:
-    """``model``: a path, or "owner/name" of a repository pulled before; "" is the default model. A path that exists wins.
+    """``model``: a path, or "owner/name" (or "owner/name@revision") of a repository pulled before; "" is the default model. A
+    path that exists wins.
 
     NoModel where there is none. Touches no network."""
     if not model:
@@ -38,12 +42,13 @@ def find_model(model: str, environment: Mapping[str, str] = os.environ) -> Model
     path = Path(model)
     if path.is_dir():
         return ModelPlace(path, path.absolute().name)
-    if path.exists() or REPOSITORY.fullmatch(model) is None or path.suffix == ".gguf":
+    repository = REPOSITORY.fullmatch(model)
+    if path.exists() or repository is None or path.suffix == ".gguf":
         return ModelPlace(path, path.stem)  # if it is not there, whoever opens it says so
-    return ModelPlace(pulled_folder(model), model)
+    return ModelPlace(pulled_folder(repository[1], repository[2]), model)
 
 
-def pulled_folder(repository: str, revision: str | None = None) -> Path:
+def pulled_folder(repository: str, revision: str | None) -> Path:
     """Where ``kvalet pull`` (or any other program that uses the same cache) put the repository. NoModel if it is not there."""
     try:
         from huggingface_hub import snapshot_download
@@ -51,6 +56,10 @@ def pulled_folder(repository: str, revision: str | None = None) -> Path:
     except ImportError:
         raise NoModel(f"there is no file or folder {repository}, and {HUB_MISSING} finds pulled models") from None
     try:
-        return Path(snapshot_download(repository, revision=revision, local_files_only=True))
+        return Path(
+            snapshot_download(
+                repository, revision=revision, local_files_only=True, allow_patterns=NEEDED, ignore_patterns=NOT_NEEDED
+            )
+        )
     except (LocalEntryNotFoundError, HFValidationError):
         raise NoModel(f"there is no file or folder {repository}, and it was not pulled: `kvalet pull {repository}`") from None
