@@ -214,7 +214,7 @@ class Tokenizer:
 
 
 def _spaced(text: str) -> str:
-    return text if text.startswith((" ", SPACE)) else " " + text
+    return text if not text or text.startswith((" ", SPACE)) else " " + text
 
 
 def _check(arrays: TokenizerArrays) -> None:
