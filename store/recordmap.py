@@ -60,7 +60,8 @@ class Taker:
         try:
             found = [bytes.fromhex(value) for value in values]
         except (TypeError, ValueError):
-            found = [b"?"]
+            self.blame(name)
+            return []
         if any(n_bytes is not None and len(value) != n_bytes for value in found):
             self.blame(name)
         return found
