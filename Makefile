@@ -16,7 +16,7 @@ export PYTHON TORCH ALLOW_CUDA LANES
 export PYTHONSAFEPATH = 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help setup setup-notorch model demo test test-long serve check bench-cpu gpu-test gpu-bench clean
+.PHONY: help setup setup-notorch model demo test test-long serve check bench-cpu bench-store soak-store gpu-test gpu-bench clean
 .NOTPARALLEL:
 
 help:
@@ -26,6 +26,7 @@ help:
 	@echo 'make check      lint, format, types, house rules'
 	@echo 'make bench-cpu  kvalet beside llama.cpp (xllamacpp), table and bench-cpu.json'
 	@echo 'make gpu-test, make gpu-bench: the GPU engine, on a machine with a CUDA device'
+	@echo 'make bench-store  the disk store beside the raw disk; make soak-store: ten minutes of faults'
 	@echo 'make model      fetches the default model; make clean: removes the environments'
 
 setup:
@@ -57,6 +58,14 @@ check: setup
 bench-cpu: setup
 	@.ci/stage "set-up of the peer" .ci/setup bench
 	@.ci/stage "benchmark" $(PY) tests/bench/bench_cpu.py $(ARGS)
+
+# DIR=...: a directory on the disk to measure; about a minute.
+bench-store: setup
+	@.ci/stage "benchmark of the store" $(PY) -m kvalet store bench --dir $(or $(DIR),.) $(ARGS)
+
+# MINUTES=10: sessions spilled, restored, evicted and killed on one directory whose disk fails in 5 % of all calls.
+soak-store: setup
+	@.ci/stage "soak of the store" $(PY) tests/store/soak.py --minutes $(or $(MINUTES),10) $(ARGS)
 
 # On a machine with a CUDA device and flashinfer (extra [cuda]); elsewhere both fail.
 gpu-test: setup

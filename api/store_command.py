@@ -17,6 +17,7 @@ COMMANDS = {
     "gc": ("kvalet.api.store_change:gc", "delete what is of no use, or down to a size"),
     "rm": ("kvalet.api.store_session:rm", "delete a session"),
     "export": ("kvalet.api.store_export:command", "copy a session into a tar file"),
+    "bench": ("kvalet.store.bench:main", "its speed beside the raw disk's, in one run (--dir instead of --store)"),
 }
 """Name -> (module:function taking the arguments and returning the exit status, one line of help)."""
 
