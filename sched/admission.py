@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import islice
 
-from kvalet.runtime.plan import PageId
 from kvalet.sched import lifecycle, resume, spill
 from kvalet.sched.board import Board
 from kvalet.sched.calls import calls_of
@@ -239,12 +238,7 @@ def _look(board: Board, turn: Turn) -> Match:
 
 
 def _admit(board: Board, turn: Turn, match: Match, need: int) -> None:
-    pages: list[PageId] = []
-    for _ in range(need):
-        page = board.ledger.take()
-        assert page is not None
-        pages.append(page)
-    lifecycle.admit(board, turn, match, pages)
+    lifecycle.admit(board, turn, match, board.ledger.take_all(need))
 
 
 def _may_return(board: Board, turn: Turn) -> bool:

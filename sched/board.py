@@ -7,6 +7,7 @@ functions over it; they import each other downwards only, in the order just give
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvalet.runtime.plan import PageId, RowId, SlotId
@@ -31,6 +32,7 @@ from kvalet.sched.states import (
 from kvalet.sched.story import Story
 from kvalet.sched.transfer_record import Transfer, TransferKind
 from kvalet.sched.turns import TurnId
+from kvalet.sched.waiting import WaitingRestores
 from kvalet.store.ram import RamBook
 
 
@@ -67,8 +69,11 @@ class Board:
         self.transfers: dict[TransferId, Transfer] = {}
         self.under_way = dict.fromkeys(TransferKind, 0)
         """Live transfers by kind."""
-        self.waiting_reads: dict[TransferId, Transfer] = {}
+        self.waiting_reads = WaitingRestores()
         """Restores that have no slot yet."""
+        self.waiting_copies = WaitingRestores()
+        """Restores that hold the slot with their bytes; ``copies_in``: how many copies to the device are out."""
+        self.copies_in = 0
         self.restoring_pages = 0
         """Pages leased by restores that somebody waits for."""
         self.spill_frees = 0
@@ -77,11 +82,15 @@ class Board:
         self.closes: list[RowId] = []
         """Rows to close with the next plan."""
         self.out: list[Command] = []
+        self.unsettled = False
+        """An event came in from which decisions may follow."""
         self.now = 0.0
         self.next_row = 0
         self.next_step = 0
         self.next_transfer = 0
         # pressure
+        self.victims_left = 0
+        """How many more may be looked for in this ``decide``."""
         self.spilling = False
         self.slot_wait_since: float | None = None
         self.writing = False
@@ -127,6 +136,27 @@ class Board:
             self.chunks.link(node, self.now)
         return node
 
+    def insert_pages(self, parent: Node, turn: Turn, pages: list[PageId], ids: tuple[int, ...]) -> Node | None:
+        """``insert_page`` page after page, ``ids`` in whole pages but the last. None where deterministic mode stops."""
+        size, chunk_tokens = self.config.page_tokens, self.config.chunk_tokens
+        if turn.calls:
+            node: Node | None = parent
+            for i, page in enumerate(pages):
+                assert node is not None
+                node = self.insert_page(node, turn, ids[i * size : i * size + size], page)
+                if node is None:
+                    return None
+            return node
+        at, last = 0, parent
+        while at < len(pages):  # up to the end of one chunk after the other
+            n = (chunk_tokens - last.end % chunk_tokens) // size
+            last = self.index.insert_run(last, ids[at * size : (at + n) * size], pages[at : at + n], self.now)
+            at += n
+            if last.end % chunk_tokens == 0:
+                ordinal = last.end // chunk_tokens - 1
+                self.chunks.link(last, self.now, turn.keys[ordinal] if ordinal < len(turn.keys) else None)
+        return last
+
     def touch(self, node: Node) -> None:
         """A turn uses ``node`` and all before it, on the device and in RAM."""
         for chunk in self.index.touch(node, self.now):
@@ -136,6 +166,13 @@ class Board:
         """Take an idle leaf off the device; its chunk may lose its last copy by it."""
         self.chunks.unlink(node)
         self.index.remove(node)
+
+    def remove_nodes(self, nodes: Sequence[Node]) -> None:
+        """``remove_node`` one after the other: a leaf, its parent, and so on."""
+        if nodes:
+            for node in nodes:
+                self.chunks.unlink(node)
+            self.index.remove_run(nodes)
 
     def step_leases(self, page: PageId) -> bool:
         """A step in flight may still touch this page although its turn has gone."""
@@ -181,7 +218,8 @@ class Board:
         self.advance(transfer, cause)
         del self.transfers[transfer.id]
         self.under_way[transfer.kind] -= 1
-        self.waiting_reads.pop(transfer.id, None)
+        self.waiting_reads.discard(transfer)
+        self.waiting_copies.discard(transfer)
         self.spill_frees -= transfer.frees
         self.free_pages(transfer)
         self.unpin_disk(transfer)
@@ -197,8 +235,14 @@ class Board:
         if chunk.incoming is transfer:
             chunk.incoming = self._other_restore(chunk, transfer) if chunk.tail else None
         if chunk.outgoing is transfer:
-            chunk.outgoing = None
+            self.let_go(chunk)
         self.chunks.settle(chunk)
+
+    def let_go(self, chunk: Chunk) -> None:
+        """No transfer takes the chunk anywhere any more."""
+        chunk.outgoing = None
+        if chunk.node is not None:
+            self.index.ranking.push(chunk.node)
 
     def _other_restore(self, chunk: Chunk, ended: Transfer) -> Transfer | None:
         """Two turns may have asked which tail the disk has and been brought the same one."""

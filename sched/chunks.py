@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from kvalet.runtime.plan import SlotId
@@ -149,17 +150,17 @@ class ChunkMap:
             parts.append(at.ids)
             assert at.parent is not None
             at = at.parent
-        return tuple(i for part in reversed(parts) for i in part), at
+        return tuple(chain.from_iterable(reversed(parts))), at
 
-    def link(self, node: Node, now: float) -> Chunk:
+    def link(self, node: Node, now: float, key: ChunkKey | None = None) -> Chunk:
         """The chunk that ends with ``node``: all its pages are on the device. Made if need be. In deterministic mode the
-        caller has asked ``free_to_link``: one chunk has one last page."""
+        caller has asked ``free_to_link``: one chunk has one last page. ``key``: its key, where the caller knows it."""
         if node.chunk is not None:
             return node.chunk
         assert node.parent is not None
         ids, at = self._back_to_start(node.parent, node.ids)
         parent = self.link(at, now) if at.parent is not None else None
-        chunk = self.ensure(node.root, parent, ids, now)
+        chunk = self.ensure(node.root, parent, ids, now, key)
         self.join(chunk, node)
         return chunk
 
@@ -169,10 +170,8 @@ class ChunkMap:
         self.in_ram.note(chunk)
 
     def use(self, chunk: Chunk, now: float) -> None:
-        """A turn uses the chunk."""
+        """A turn uses the chunk. Its rank in RAM grows, which needs no word there."""
         chunk.last_use = now
-        if chunk.slot is not None:
-            self.in_ram.note(chunk)
 
     def unlink(self, node: Node) -> None:
         """``node`` is about to leave the index: its chunk has no copy on the device any more."""

@@ -16,6 +16,8 @@ class SchedConfig:
     ``forced_runs``: the engine may answer several ids at once for a grammar row (only with lag 0, not deterministic).
     ``low_watermark``/``high_watermark``: shares of the pool; below low, spilling starts, and stops at high. The same pair of
     names with ``ram_`` for free or clean slots of the RAM tier.
+    ``copies_ahead``: copies of chunks to the device that are out at once: enough to keep the link busy while the loop is away;
+    the rest wait in the core, the oldest turn's first.
     ``page_bytes``: bytes of one page in pool, slot and file; only reported (``TurnReport.bytes_from_ram``).
     ``checkpoint_idle``: every session's chain is written to disk after each turn, at the lowest class; else only pinned ones'.
     ``record_wait_s``: how long the turns of a session that was just opened wait for its records. ``pin_wait_s``: how long a
@@ -48,6 +50,7 @@ class SchedConfig:
     slot_wait_s: float = 0.05
     restore_deadline_s: float = 30.0
     max_preemptions: int = 5
+    copies_ahead: int = 32
     page_bytes: int = 0
     checkpoint_idle: bool = False
     record_wait_s: float = 2.0

@@ -1,8 +1,9 @@
-"""The scheduler's mind: ``handle(event) -> commands`` and ``plan() -> StepPlan``. Synchronous and deterministic.
+"""The scheduler's mind: events in, commands out, and ``plan() -> StepPlan``. Synchronous and deterministic.
 
-No clock (time arrives in events), no await, no file, no torch. The caller drains its inbox through ``handle``, carries out
-the commands in order, then calls ``plan`` until it answers None. All decisions are made in ``handle``; ``plan`` only lays
-out what turns own already. The same events in the same order give the same commands.
+No clock (time arrives in events), no await, no file, no torch. The caller hands some of its inbox to ``take_in``, carries out
+the commands of ``decide`` in order, then calls ``plan`` until it answers None. All decisions are made in ``decide``; ``plan``
+only lays out what turns own already. The same calls in the same order give the same commands. ``handle`` does both for one
+event.
 
 Seams left open on purpose: ``policy.rank_*`` (learned waits, pins, supersession, tenants' shares), ``matching.find_match``
 (restore or recompute, running state), ``session.Branch`` (transcripts).
@@ -10,8 +11,6 @@ Seams left open on purpose: ``policy.rank_*`` (learned waits, pins, supersession
 
 from __future__ import annotations
 
-import dataclasses
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -36,6 +35,7 @@ from kvalet.sched import events as ev
 from kvalet.sched.board import Board
 from kvalet.sched.commands import Command
 from kvalet.sched.config import SchedConfig
+from kvalet.sched.core_statistics import statistics
 from kvalet.sched.counters import CoreStatistics
 from kvalet.sched.ports import DiskView
 from kvalet.sched.session import Turn
@@ -55,7 +55,7 @@ class Core:
         self._board = board = Board(config, disk)
         board.sessions.may_forget = partial(records.may_forget, board)
         board.sessions.on_forget = partial(records.forget, board)
-        self._handlers: dict[type[ev.Event], Callable[[Any], None]] = {
+        self._handlers: dict[type[ev.Event], Callable[[Any], bool | None]] = {
             ev.Submit: self._submit,
             ev.Cancel: self._cancel,
             ev.Blocked: self._blocked,
@@ -84,18 +84,35 @@ class Core:
 
     def handle(self, event: ev.Event) -> list[Command]:
         """Take in one event, decide everything that follows from it, and return what is to be done, in order."""
+        self.take_in(event)
+        return self.decide()
+
+    def take_in(self, event: ev.Event) -> None:
+        """What the event says becomes the state; what follows from it waits for ``decide``. Times must not run backwards.
+
+        A handler that answers True says that nothing can follow (a chunk among many has come in): ``decide`` looks at nothing
+        but the transfers that wait then."""
         board = self._board
         board.now = event.now
         board.counters.events += 1
         board.story.add("event", event)
-        self._handlers[type(event)](event)
-        self._expire()
-        admission.settle(board)
+        if not self._handlers[type(event)](event):
+            board.unsettled = True
+
+    def decide(self) -> list[Command]:
+        """Decide everything that follows from the events taken in since the last call: many cost little more than one."""
+        board = self._board
+        if board.unsettled:
+            board.victims_left = spill.MAX_VICTIMS
+            self._expire()
+            admission.settle(board)
         restore.pump(board)
-        persist.pump(board)
-        checkpoint.pump(board)
-        records.pump(board)
-        drain.pump(board)
+        if board.unsettled:
+            persist.pump(board)
+            checkpoint.pump(board)
+            records.pump(board)
+            drain.pump(board)
+            board.unsettled = False
         commands, board.out = board.out, []
         for command in commands:
             board.story.add("command", command)
@@ -117,28 +134,7 @@ class Core:
         return self._board.story.tell()
 
     def statistics(self) -> CoreStatistics:
-        board = self._board
-        counters: dict[str, Any] = {}
-        for field in dataclasses.fields(board.counters):
-            value = getattr(board.counters, field.name)
-            counters[field.name] = dict(value) if isinstance(value, Counter) else value
-        counters["lost_chunks"] = board.chunks.lost_chunks
-        turns = Counter(turn.state.value for turn in board.turns.values())
-        return CoreStatistics(
-            turns={state.value: turns[state.value] for state in TurnState if state is not TurnState.ENDED},
-            queue_length=len(board.queue),
-            steps_in_flight=len(board.steps),
-            pages=board.ledger.statistics(),
-            idle_pages=board.index.n_idle,
-            ram=board.chunks.book.statistics(),
-            staging=board.staging.statistics(),
-            chunks=len(board.chunks),
-            sessions=len(board.sessions),
-            transfers={kind.value: sum(t.kind is kind for t in board.transfers.values()) for kind in TransferKind},
-            counters=counters,
-            draining=board.drain_deadline is not None,
-            device_lost=bool(board.device_lost),
-        )
+        return statistics(self._board)
 
     # turns
 
@@ -218,19 +214,20 @@ class Core:
             raise self._board.story.defect(f"an answer for transfer {event.transfer}, which is over: {event}")
         return transfer
 
-    def _copy_done(self, event: ev.CopyDone) -> None:
+    def _copy_done(self, event: ev.CopyDone) -> bool:
         transfer = self._transfer(event)
         if transfer.kind is TransferKind.RESTORE:
-            restore.on_copy_done(self._board, transfer, event)
-        elif transfer.kind is TransferKind.SPILL:
+            return restore.on_copy_done(self._board, transfer, event)
+        if transfer.kind is TransferKind.SPILL:
             spill.on_copy_done(self._board, transfer, event)
         else:
             persist.on_copy_done(self._board, transfer)
+        return False
 
     def _copy_failed(self, event: ev.CopyFailed) -> None:
         transfer = self._transfer(event)
         if transfer.kind is TransferKind.RESTORE:
-            self._requeue(restore.fail(self._board, transfer, "copy"))
+            self._requeue(restore.on_copy_failed(self._board, transfer))
         elif transfer.kind is TransferKind.SPILL:
             spill.on_copy_failed(self._board, transfer, event.message)
         else:

@@ -1,4 +1,10 @@
-"""Where everything that happens waits for the tick, from whatever thread it comes."""
+"""Where everything that happens waits for the tick, from whatever thread it comes.
+
+Two queues: the results of steps go first, because the device waits for what follows from them; everything else keeps its
+order. So an answer of a copy, a job or a client may be heard after the result of a step that ended later. That is safe: what
+a transfer works on is leased until its answer is heard, and what a client asks for is asked from the next step on; the random
+walks of tests/sched do it all the time. There are never more than lag + 1 results, so nothing starves.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +21,7 @@ nothing left to tell. So times never run backwards between events, and what must
 
 
 class Inbox:
-    """First in, first out. ``post`` from any thread, the rest on the loop's thread.
+    """First in, first out, what is ``urgent`` before the rest. ``post`` from any thread, the rest on the loop's thread.
 
     One wake-up of the loop is pending at a time, however many postings come before it: ``wake`` runs soon after the first.
     Bounded by what can be outstanding: one answer per step, copy and store job in flight, one submission per waiting
@@ -27,19 +33,25 @@ class Inbox:
         self._loop = loop
         self._wake = wake
         self._context = contextvars.Context()  # an empty one: no request's context variables reach the tick
+        self._urgent: deque[Posting] = deque()
         self._postings: deque[Posting] = deque()
         self._armed = False
         self._closed = False
 
     def __len__(self) -> int:
-        return len(self._postings)
+        return len(self._urgent) + len(self._postings)
 
-    def post(self, posting: Posting) -> None:
+    @property
+    def urgent(self) -> bool:
+        """The next posting to ``take`` is an urgent one."""
+        return bool(self._urgent)
+
+    def post(self, posting: Posting, *, urgent: bool = False) -> None:
         # Without a lock: append first, then look at the flag; begin() clears the flag first, then takes. Whoever sees the
         # flag still set has appended before the taking starts. Two threads may both see it unset: one wake-up too many.
         if self._closed:
             return
-        self._postings.append(posting)
+        (self._urgent if urgent else self._postings).append(posting)
         if not self._armed:
             self._armed = True
             try:
@@ -65,10 +77,12 @@ class Inbox:
         self._armed = False
 
     def take(self) -> Posting | None:
-        return self._postings.popleft() if self._postings else None
+        waiting = self._urgent or self._postings
+        return waiting.popleft() if waiting else None
 
     def close(self) -> None:
         self._closed = True
+        self._urgent.clear()
         self._postings.clear()
 
     def __repr__(self) -> str:

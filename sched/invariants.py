@@ -202,8 +202,11 @@ def _check_transfers(board: Board) -> None:
     demand(board.spill_frees == sum(t.frees for t in board.transfers.values()), "spill frees", board.spill_frees)
     for kind, n in board.under_way.items():
         demand(n == sum(t.kind is kind for t in board.transfers.values()), f"{kind.value} under way", n)
-    waiting = {t.id for t in restores if t.state is TransferState.RESERVED}
-    demand(waiting == set(board.waiting_reads), "waiting reads", waiting)
+    waiting = [t for t in restores if t.state is TransferState.RESERVED]
+    demand({t for t in waiting if t.slot is None} == set(board.waiting_reads), "waiting reads", waiting)
+    demand({t for t in waiting if t.slot is not None} == set(board.waiting_copies), "waiting copies", waiting)
+    out = [t for t in board.transfers.values() if t.kind is TransferKind.RESTORE and t.state is TransferState.COPYING]
+    demand(board.copies_in == sum(not t.arrived for t in out), "copies to the device", board.copies_in)
     for transfer in board.transfers.values():
         demand(transfer.live, "a transfer that is over is booked", transfer)
         chunk = transfer.chunk

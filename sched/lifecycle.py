@@ -10,6 +10,7 @@ from kvalet.sched.commands import End, TouchDisk
 from kvalet.sched.matching import Match, give_up_partial, resident_match
 from kvalet.sched.prefix import Node, covers
 from kvalet.sched.record import account, final_report
+from kvalet.sched.resident import resident_path
 from kvalet.sched.session import Turn
 from kvalet.sched.states import TurnCause, TurnState
 from kvalet.sched.turns import Ended, EndReason
@@ -86,9 +87,10 @@ def start_feeding(board: Board, turn: Turn) -> None:
     match = resident_match(board, turn, len(turn.ids) - 1)
     if match.partial is not None and not _can_copy(board, turn, match):
         give_up_partial(board, turn, match)
-    board.index.pin(match.last)
-    board.index.unpin(turn.cursor)
-    turn.cursor = match.last
+    if match.last is not turn.cursor:
+        board.index.pin(match.last)
+        board.index.unpin(turn.cursor)
+        turn.cursor = match.last
     turn.table = [node.page for node in match.path]
     board.ledger.own_all(turn.table)
     turn.kv_len = match.last.end
@@ -124,6 +126,25 @@ def _give_back_surplus(board: Board, turn: Turn) -> None:
 
 def index_computed(board: Board, turn: Turn, upto: int) -> None:
     """Whole pages below position ``upto`` enter the index; a page whose ids are there already stays private."""
+    assert turn.cursor is not None
+    size = board.config.page_tokens
+    if turn.calls:
+        _index_one_by_one(board, turn, upto)
+        return
+    start, end = turn.cursor.end, upto // size * size
+    if start >= end:
+        return
+    pages = turn.table[start // size : end // size]
+    last = board.insert_pages(turn.cursor, turn, pages, tuple(turn.ids[start:end]))
+    run = [last] if last is not None else []
+    while run[-1].parent is not turn.cursor:
+        run.append(run[-1].parent)  # type: ignore[arg-type]  # the cursor is on the way up
+    for node, page in zip(reversed(run), pages, strict=True):
+        turn.duplicates += node.page != page
+        turn.cursor = board.index.step_down(node)
+
+
+def _index_one_by_one(board: Board, turn: Turn, upto: int) -> None:
     assert turn.cursor is not None
     size = board.config.page_tokens
     while turn.cursor.end + size <= upto:
@@ -216,16 +237,16 @@ def enqueue(board: Board, turn: Turn) -> None:
 def remember_want(board: Board, turn: Turn) -> None:
     """The policy ranks what a queued turn matches last; nothing is reserved."""
     root = board.index.root(turn.spec.secret, turn.spec.tenant)
-    path = board.index.walk(root, turn.known_ids(), len(turn.ids) - 1, turn.calls)
+    path = resident_path(board, root, turn, len(turn.ids) - 1)
     turn.want_node = path[-1] if path else root
-    turn.want_node.wanters.add(turn)
+    turn.want_node.want(turn)
     board.touch(turn.want_node)
 
 
 def forget_want(board: Board, turn: Turn) -> None:
     node, turn.want_node = turn.want_node, None
     if node is not None:
-        node.wanters.discard(turn)
+        node.unwant(turn)
         board.index.prune(node.root)
 
 

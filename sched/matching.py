@@ -19,6 +19,7 @@ from kvalet.sched.board import Board
 from kvalet.sched.calls import allowed_below
 from kvalet.sched.chunks import Chunk
 from kvalet.sched.prefix import Node, Root, common_prefix
+from kvalet.sched.resident import chunk_keys, resident_path
 from kvalet.sched.session import Turn
 from kvalet.sched.transfer_record import TailQuestion, Transfer
 from kvalet.store.ids import ChunkKey
@@ -26,8 +27,8 @@ from kvalet.store.ids import ChunkKey
 MAX_TAIL_CANDIDATES = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
+@dataclass(slots=True)
+class Source:  # not frozen: a long restore makes hundreds, and a frozen one costs four times as much
     """A chunk below the device that a turn can use the first ``n_tokens`` of (an upper bound for a ``question``).
 
     ``first_page``: its pages before this one are on the device already. ``n_pages``: pages to copy from there on.
@@ -68,7 +69,7 @@ def resident_match(board: Board, turn: Turn, limit: int) -> Match:
     """What the device holds of the turn's ids up to ``limit`` tokens, cut to an allowed end."""
     root = board.index.root(turn.spec.secret, turn.spec.tenant)
     ids = turn.known_ids()
-    path = board.index.walk(root, ids, limit, turn.calls)
+    path = resident_path(board, root, turn, limit)
     last = path[-1] if path else root
     partial = board.index.best_partial(last, ids, limit, turn.calls)
     if not board.config.deterministic:
@@ -85,7 +86,7 @@ def find_match(board: Board, turn: Turn) -> Match:
     ids = turn.known_ids()
     limit = len(ids) - 1
     match = resident_match(board, turn, limit)
-    physical = board.index.walk(match.root, ids, limit, turn.calls)
+    physical = board.index.walk(match.root, ids, limit, turn.calls) if board.config.deterministic else match.path
     sources = list(_sources(board, match.root, physical, turn, ids, limit))
     if board.config.deterministic:
         sources = _cut_to_allowed(board, turn, sources, limit)
@@ -114,22 +115,12 @@ def _cut_to_allowed(board: Board, turn: Turn, sources: list[Source], limit: int)
     return sources
 
 
-def _keys(board: Board, turn: Turn, ids: tuple[int, ...]) -> list[ChunkKey]:
-    """Keys of the whole chunks of ``ids``; each is computed once per turn."""
-    size = board.config.chunk_tokens
-    keys = turn.keys
-    while (len(keys) + 1) * size <= len(ids):
-        at = len(keys) * size
-        keys.append(board.chunks.key_after(turn.spec.secret, keys[-1] if keys else None, ids[at : at + size]))
-    return keys
-
-
 def _sources(board: Board, root: Root, path: list[Node], turn: Turn, ids: tuple[int, ...], limit: int) -> Iterator[Source]:
     """Whole chunks in order from where the device ends, then at most one that is usable in part."""
     size = board.config.chunk_tokens
     resident = path[-1].end if path else 0
     start = resident // size * size
-    keys = _keys(board, turn, ids)
+    keys = chunk_keys(board, turn, ids)
     parent_key = keys[start // size - 1] if start else None
     while start + size <= len(ids) and min(start + size, limit) > resident:
         key = keys[start // size]

@@ -83,21 +83,67 @@ class PageLedger:
         self._leases[page] -= 1
         self._free_if_unclaimed(page)
 
-    def own_all(self, pages: Iterable[PageId]) -> None:
+    # for many pages at once; each does what the one above does page by page
+
+    def take_all(self, n: int) -> list[PageId]:
+        """``n`` free pages, which there must be, in ascending order: neighbours are copied in one piece."""
+        if n > len(self._free):
+            raise LedgerError(f"{n} pages are taken and {len(self._free)} are free")
+        pages = self._free[len(self._free) - n :]
+        del self._free[len(self._free) - n :]
         for page in pages:
-            self.own(page)
+            self._owners[page] = 1
+        self._held += n
+        return sorted(pages)
+
+    def own_all(self, pages: Iterable[PageId]) -> None:
+        owners, leases = self._owners, self._leases
+        for page in pages:
+            if not owners[page]:
+                if not leases[page]:
+                    self._demand_claimed(page)
+                self._held += 1
+            owners[page] += 1
 
     def disown_all(self, pages: Iterable[PageId]) -> None:
+        owners, leases, free = self._owners, self._leases, self._free
         for page in pages:
-            self.disown(page)
+            n = owners[page] - 1
+            if n < 0:
+                raise LedgerError(f"page {page} has no owner to lose")
+            owners[page] = n
+            if not n:
+                self._held -= 1
+                if not leases[page]:
+                    free.append(page)
 
     def lease_all(self, pages: Iterable[PageId]) -> None:
+        owners, leases = self._owners, self._leases
         for page in pages:
-            self.lease(page)
+            if not owners[page] and not leases[page]:
+                self._demand_claimed(page)
+            leases[page] += 1
 
     def unlease_all(self, pages: Iterable[PageId]) -> None:
+        owners, leases, free = self._owners, self._leases, self._free
         for page in pages:
-            self.unlease(page)
+            n = leases[page] - 1
+            if n < 0:
+                raise LedgerError(f"page {page} has no lease to lose")
+            leases[page] = n
+            if not n and not owners[page]:
+                free.append(page)
+
+    def lend_all(self, pages: Iterable[PageId]) -> None:
+        """``lease`` and then ``disown``: the claim passes from an owner to a transfer."""
+        owners, leases = self._owners, self._leases
+        for page in pages:
+            n = owners[page] - 1
+            if n < 0:
+                raise LedgerError(f"page {page} has no owner to lose")
+            owners[page] = n
+            self._held -= not n
+            leases[page] += 1
 
     def claims(self, page: PageId) -> tuple[int, int]:
         """(owners, leases)."""

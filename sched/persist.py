@@ -8,7 +8,6 @@ descendants to cancel; their RAM copies stay. After a failure nothing is written
 
 from __future__ import annotations
 
-import heapq
 import math
 
 from kvalet.sched import records
@@ -16,7 +15,6 @@ from kvalet.sched.board import Board
 from kvalet.sched.chunks import Chunk
 from kvalet.sched.commands import CopyOut, WriteChunk
 from kvalet.sched.events import WriteDone
-from kvalet.sched.policy import rank_chunk
 from kvalet.sched.spill import can_drain, pick_victim, unit_of
 from kvalet.sched.states import TransferCause
 from kvalet.sched.transfer_record import Transfer, TransferKind
@@ -45,8 +43,7 @@ def pump(board: Board) -> None:
     due = _due(board)
     if due <= 0 or writing(board) >= MAX_WRITES:
         return
-    candidates = (c for c in board.chunks.in_ram.unwritten() if c.outgoing is None)
-    for chunk in heapq.nsmallest(MAX_CANDIDATES, candidates, key=rank_chunk):
+    for chunk in board.chunks.in_ram.unwritten(MAX_CANDIDATES):
         if due <= 0 or writing(board) >= MAX_WRITES:
             return
         due -= toward_disk(board, chunk) is not None

@@ -14,89 +14,17 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from kvalet.runtime.plan import PageId
+from kvalet.sched.node import NOBODY as NOBODY  # the names below are at home here for everybody else
+from kvalet.sched.node import Node as Node
+from kvalet.sched.node import Root as Root
+from kvalet.sched.node import common_prefix as common_prefix
+from kvalet.sched.node import covers as covers
 from kvalet.sched.pages import PageLedger
 from kvalet.sched.policy import Rank, rank_pages
 from kvalet.sched.ranking import Ranking
 
 if TYPE_CHECKING:
     from kvalet.sched.chunks import Chunk
-    from kvalet.sched.session import Turn
-
-
-class Node:
-    """One page in the index, or the root of a tenant's tree (``page`` 0, no ids).
-
-    ``calls``: one code per token, naming the call that computed it (deterministic mode; else empty). It is part of the key:
-    the same ids computed by other calls are other bits. ``end``: tokens from position 0 to the end of this page.
-    ``chunk``: the chunk (or tail) whose last page this is, if the chunk map knows one. ``wanters``: queued turns whose
-    match ended here when it was last looked up.
-    """
-
-    __slots__ = (
-        "calls", "children", "chunk", "end", "ids", "last_use", "page", "parent", "pins", "root", "wanters"
-    )  # fmt: skip
-
-    def __init__(
-        self, parent: Node | None, ids: tuple[int, ...], calls: tuple[int, ...], page: PageId, last_use: float
-    ) -> None:
-        self.parent = parent
-        self.calls = calls
-        self.root: Root = parent.root if parent else self  # type: ignore[assignment]  # only Root passes no parent
-        self.ids = ids
-        self.page = page
-        self.end: int = (parent.end if parent else 0) + len(ids)
-        self.children: dict[tuple[int, ...], Node] = {}
-        self.pins = 0
-        self.last_use = last_use
-        self.chunk: Chunk | None = None
-        self.wanters: set[Turn] = set()
-
-    def __repr__(self) -> str:
-        return f"Node(page={self.page}, end={self.end}, ids={len(self.ids)}, pins={self.pins}, children={len(self.children)})"
-
-    @property
-    def start(self) -> int:
-        return self.end - len(self.ids)
-
-    @property
-    def indexed(self) -> bool:
-        """Its page is still on the device (the index is closed under prefixes, so asking the parent is enough)."""
-        return self.parent is not None and self.parent.children.get(self.key) is self
-
-    @property
-    def key(self) -> tuple[int, ...]:
-        return self.ids + self.calls
-
-
-class Root(Node):
-    """Where a tenant's tree begins. ``namespace`` names the tenant's space for quotas on disk."""
-
-    __slots__ = ("namespace", "secret")
-
-    def __init__(self, secret: bytes, namespace: str) -> None:
-        super().__init__(None, (), (), PageId(0), 0.0)
-        self.secret = secret
-        self.namespace = namespace
-
-
-def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
-    """How many items the two begin with in common."""
-    limit = min(len(left), len(right))
-    if left[:limit] == right[:limit]:
-        return limit
-    low, high = 0, limit  # left[:low] is equal, left[:high] is not
-    while high - low > 1:
-        middle = (low + high) // 2
-        if left[low:middle] == right[low:middle]:
-            low = middle
-        else:
-            high = middle
-    return low
-
-
-def covers(node: Node, ids: tuple[int, ...], calls: tuple[int, ...]) -> bool:
-    """The page begins with ``ids`` as ``calls`` computed them."""
-    return node.ids[: len(ids)] == ids and node.calls[: len(calls)] == calls
 
 
 class PageIndex:
@@ -111,7 +39,9 @@ class PageIndex:
         """Nodes that no turn stands on or below: their pages can be had by evicting."""
 
     def _rank_of(self, leaf: Node) -> Rank | None:
-        return rank_pages(leaf) if leaf in self.leaves else None
+        """None for one that turns stand on, or a transfer takes away: whoever ends that pushes it again."""
+        busy = leaf.pins or (leaf.chunk is not None and leaf.chunk.outgoing is not None)
+        return rank_pages(leaf) if not busy and leaf in self.leaves else None
 
     def root(self, secret: bytes, namespace: str = "") -> Root:
         root = self.roots.get(secret)
@@ -172,6 +102,35 @@ class PageIndex:
             self._drop_covered_partials(parent, node)
         return node
 
+    def insert_run(self, parent: Node, ids: tuple[int, ...], pages: Sequence[PageId], now: float) -> Node:
+        """``insert`` page after page, ``ids`` in whole pages but the last (ordinary mode). Returns the last node."""
+        size = self._page_tokens
+        node, at = parent, 0
+        new: list[PageId] = []
+        for page in pages:
+            part = ids[at : at + size]
+            at += size
+            children = node.children
+            child = children.get(part)
+            if child is None:
+                if not new:
+                    self.leaves.pop(node, None)
+                new.append(page)
+                child = children[part] = Node(node, part, (), page, now)
+            node = child
+        if new:
+            self._ledger.own_all(new)
+            self.n_nodes += len(new)
+            self.n_idle += len(new)
+            self.leaves[node] = None
+            first = node
+            for _ in new[1:]:
+                first = first.parent  # type: ignore[assignment]  # no root among the new ones
+            assert first.parent is not None
+            if len(first.parent.children) > 1:
+                self._drop_covered_partials(first.parent, first)
+        return node
+
     def _drop_covered_partials(self, parent: Node, node: Node) -> None:
         covered = [
             child
@@ -196,10 +155,35 @@ class PageIndex:
             self.ranking.push(parent)
         for turn in node.wanters:
             turn.want_node = parent
-            parent.wanters.add(turn)
+            parent.want(turn)
         self.n_nodes -= 1
         self.n_idle -= 1
         self._ledger.disown(node.page)
+        self.prune(parent.root)
+
+    def remove_run(self, nodes: Sequence[Node]) -> None:
+        """``remove`` one after the other: a leaf, then its parent if it has no other child, and so on."""
+        parent = nodes[-1].parent
+        below: Node | None = None
+        for node in nodes:
+            in_the_way = len(node.children) != (below is not None) or (below is not None and below.parent is not node)
+            if in_the_way or node.pins or node.parent is None or node.chunk is not None:
+                raise RuntimeError(f"only idle nodes unlinked from their chunks, leaf first, can be removed: {node} in {nodes}")
+            for turn in node.wanters:
+                turn.want_node = parent
+                parent.want(turn)  # type: ignore[union-attr]  # not None: looked at above, at the last node
+            below = node
+        assert parent is not None
+        for node in nodes:
+            node.children.clear()
+        del parent.children[nodes[-1].key]
+        del self.leaves[nodes[0]]
+        if not parent.children and parent.parent is not None:
+            self.leaves[parent] = None
+            self.ranking.push(parent)
+        self.n_nodes -= len(nodes)
+        self.n_idle -= len(nodes)
+        self._ledger.disown_all([node.page for node in nodes])
         self.prune(parent.root)
 
     def prune(self, root: Root) -> None:

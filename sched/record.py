@@ -6,7 +6,21 @@ import dataclasses
 
 from kvalet.sched.board import Board
 from kvalet.sched.session import Turn
+from kvalet.sched.transfer_record import Transfer
 from kvalet.sched.turns import TurnReport
+
+
+def restored(turn: Turn, transfer: Transfer, page_bytes: int) -> None:
+    """One chunk has come in for ``turn``."""
+    turn.read_ms += transfer.read_ms
+    turn.verify_ms += transfer.verify_ms
+    turn.copy_ms += transfer.copy_ms
+    assert transfer.chunk is not None
+    turn.tiers.append((transfer.chunk.end, transfer.from_disk))
+    if transfer.from_disk:
+        turn.bytes_from_disk += transfer.n_bytes
+    else:
+        turn.bytes_from_ram += transfer.n_pages * page_bytes
 
 
 def account(board: Board, turn: Turn) -> None:

@@ -17,6 +17,7 @@ from kvalet.sched.commands import CopyIn, PinDisk, ReadChunk, ReadTail
 from kvalet.sched.events import CopyDone, ReadDone
 from kvalet.sched.matching import Match, Source
 from kvalet.sched.prefix import common_prefix
+from kvalet.sched.record import restored
 from kvalet.sched.session import Turn
 from kvalet.sched.states import TransferCause, TransferState
 from kvalet.sched.transfer_record import Transfer, TransferKind
@@ -28,12 +29,20 @@ def begin(board: Board, turn: Turn, match: Match) -> None:
         transfer = source.attach or _reserve(board, turn, match, source)
         transfer.askers.append(turn)
         turn.restores.append(transfer)
+        if source.attach is not None:
+            board.waiting_reads.note(transfer)
+            board.waiting_copies.note(transfer)
+        elif transfer.slot is not None:
+            board.waiting_copies.add(transfer)
+        else:
+            board.waiting_reads.add(transfer)
     turn.restore_from = board.now
     turn.restore_until = board.now + board.config.restore_deadline_s
     board.wake(turn.restore_until)
 
 
 def _reserve(board: Board, turn: Turn, match: Match, source: Source) -> Transfer:
+    """Pages are leased, and the RAM slot is held where there is one: nothing is on its way yet."""
     chunk = source.chunk
     if chunk is None and source.key is not None:
         parent = turn.restores[-1].chunk if turn.restores else None
@@ -44,24 +53,16 @@ def _reserve(board: Board, turn: Turn, match: Match, source: Source) -> Transfer
         chunk.on_disk = True
     transfer = board.start_transfer(TransferKind.RESTORE, chunk)
     transfer.first_page, transfer.from_disk, transfer.question = source.first_page, source.from_disk, source.question
-    for _ in range(source.n_pages):
-        _lease(board, transfer, turn.spare.popleft())
-    transfer.n_pages = len(transfer.pages)
+    transfer.pages = [turn.spare.popleft() for _ in range(source.n_pages)]
+    transfer.n_pages = source.n_pages
+    board.ledger.lend_all(transfer.pages)
+    board.restoring_pages += source.n_pages
     if chunk is not None and source.from_disk:
         transfer.pinned = True
         board.out.append(PinDisk((chunk.key,)))
     elif chunk is not None and chunk.slot is not None:
-        _copy_from_ram(board, transfer, chunk, chunk.slot)
-    if transfer.state is TransferState.RESERVED:
-        board.waiting_reads[transfer.id] = transfer
+        _hold_in_ram(board, transfer, chunk.slot)
     return transfer
-
-
-def _lease(board: Board, transfer: Transfer, page: PageId) -> None:
-    board.ledger.lease(page)
-    board.ledger.disown(page)
-    transfer.pages.append(page)
-    board.restoring_pages += 1
 
 
 def _hand_back(board: Board, transfer: Transfer, turn: Turn, pages: list[PageId]) -> None:
@@ -74,23 +75,27 @@ def _hand_back(board: Board, transfer: Transfer, turn: Turn, pages: list[PageId]
 
 
 def pump(board: Board) -> None:
-    """Send the reads that wait for a slot, as slots allow, of the oldest asker first. What RAM holds by now is not read."""
-    if not board.waiting_reads:
-        return
-    for transfer in sorted(board.waiting_reads.values(), key=lambda t: (min(a.order for a in t.askers), t.id)):
+    """Send the reads that wait for a slot, as slots allow, and the copies that wait for the link, up to ``copies_ahead``; of
+    the oldest asker first. What RAM holds by now is not read."""
+    reads, copies = board.waiting_reads, board.waiting_copies
+    while (transfer := reads.first() if reads else None) is not None:
         chunk = transfer.chunk
         if chunk is not None and chunk.slot is not None:
-            _copy_from_ram(board, transfer, chunk, chunk.slot)
+            reads.discard(transfer)
+            _hold_in_ram(board, transfer, chunk.slot)
+            board.unpin_disk(transfer)
+            copies.add(transfer)
         elif not _read(board, transfer):
-            return
+            break
+    while copies and board.copies_in < board.config.copies_ahead and (transfer := copies.first()) is not None:
+        copies.discard(transfer)
+        _copy_in(board, transfer)
 
 
-def _copy_from_ram(board: Board, transfer: Transfer, chunk: Chunk, slot: SlotId) -> None:
+def _hold_in_ram(board: Board, transfer: Transfer, slot: SlotId) -> None:
+    """The bytes are in RAM and stay there until they are copied."""
     board.chunks.book.hold(slot)
-    board.waiting_reads.pop(transfer.id, None)
     transfer.slot, transfer.staging, transfer.from_disk = slot, False, False
-    board.unpin_disk(transfer)
-    _copy_in(board, transfer)
 
 
 def _read(board: Board, transfer: Transfer) -> bool:
@@ -102,7 +107,7 @@ def _read(board: Board, transfer: Transfer) -> bool:
         return False
     transfer.slot, transfer.staging = slot, staging is not None
     board.advance(transfer, TransferCause.READ)
-    del board.waiting_reads[transfer.id]
+    board.waiting_reads.discard(transfer)
     session = min(transfer.askers, key=lambda t: t.order).spec.session
     if transfer.chunk is not None:
         board.out.append(ReadChunk(transfer.id, board.chunks.meta(transfer.chunk), slot, session))
@@ -120,6 +125,7 @@ def _read(board: Board, transfer: Transfer) -> bool:
 def _copy_in(board: Board, transfer: Transfer) -> None:
     board.advance(transfer, TransferCause.COPY)
     assert transfer.slot is not None
+    board.copies_in += 1
     places = tuple(range(transfer.first_page, transfer.first_page + len(transfer.pages)))
     board.out.append(CopyIn(transfer.id, transfer.slot, places, tuple(transfer.pages)))
 
@@ -164,17 +170,30 @@ def _answered(board: Board, transfer: Transfer, event: ReadDone) -> bool:
     return True
 
 
-def on_copy_done(board: Board, transfer: Transfer, event: CopyDone) -> None:
+def on_copy_done(board: Board, transfer: Transfer, event: CopyDone) -> bool:
+    """True: nothing that is decided elsewhere has changed. All its askers wait for more, no page came free, and nobody may have
+    waited for its slot."""
+    board.copies_in -= 1
     transfer.copy_ms = event.copy_ms
     if transfer.abandoned:
         board.finish_transfer(transfer, TransferCause.COMPLETE)
-        return
+        return False
+    free = board.ledger.free
     transfer.arrived = True
     if transfer.slot is not None:
         board.book_of(transfer).release(transfer.slot)
         transfer.slot = None
-    for turn in list(transfer.askers):
+    askers = list(transfer.askers)
+    for turn in askers:
         _join_arrived(board, turn)
+    awaited = transfer.staging or board.slot_wait_since is not None
+    return not awaited and board.ledger.free == free and all(turn.restores for turn in askers)
+
+
+def on_copy_failed(board: Board, transfer: Transfer) -> list[Turn]:
+    """Returns the turns that must go back to the queue."""
+    board.copies_in -= 1
+    return fail(board, transfer, "copy")
 
 
 def _join_arrived(board: Board, turn: Turn) -> None:
@@ -194,7 +213,7 @@ def _join_arrived(board: Board, turn: Turn) -> None:
         for node in board.index.walk(turn.cursor, ids, min(len(ids) - 1, chunk.end), turn.calls):
             turn.cursor = board.index.step_down(node)
         transfer.askers.remove(turn)
-        _record(board, turn, transfer)
+        restored(turn, transfer, board.config.page_bytes)
 
 
 def _join(board: Board, turn: Turn, transfer: Transfer, chunk: Chunk) -> None:
@@ -202,17 +221,19 @@ def _join(board: Board, turn: Turn, transfer: Transfer, chunk: Chunk) -> None:
     node = turn.cursor
     assert node is not None
     size = board.config.page_tokens
-    at = transfer.first_page * size
-    for page in transfer.pages:
-        if chunk.first_token + at == node.end:
-            ids = chunk.ids[at : at + size]
-            if turn.calls:  # deterministic mode knows the calls of this turn's tokens only
-                ids = ids[: common_prefix(ids, tuple(turn.ids[node.end : node.end + size]))]
-            child = board.insert_page(node, turn, ids, page) if ids else None
-            if child is None:
-                break
-            node = child
-        at += size
+    skip = (node.end - chunk.first_token) // size - transfer.first_page  # pages that are on the device by now
+    at = (transfer.first_page + skip) * size
+    ids, pages = chunk.ids[at : at + len(transfer.pages[skip:]) * size], transfer.pages[skip:]
+    if turn.calls:  # deterministic mode knows the calls of this turn's tokens only
+        ids = ids[: common_prefix(ids, tuple(turn.ids[node.end : node.end + len(ids)]))]
+        pages = pages[: -(-len(ids) // size)]
+    for i, page in enumerate(pages if turn.calls else ()):
+        child = board.insert_page(node, turn, ids[i * size : i * size + size], page)
+        if child is None:
+            break
+        node = child
+    if not turn.calls and pages:
+        node = board.index.insert_run(node, ids, pages, board.now)
     board.index.ranking.push(node)
     if node.end == chunk.end and node.chunk is None and chunk.node is None:
         board.chunks.join(chunk, node)
@@ -220,18 +241,6 @@ def _join(board: Board, turn: Turn, transfer: Transfer, chunk: Chunk) -> None:
     board.counters.restored_chunks_disk += transfer.from_disk
     board.counters.restored_chunks_ram += not transfer.from_disk
     board.finish_transfer(transfer, TransferCause.COMPLETE)
-
-
-def _record(board: Board, turn: Turn, transfer: Transfer) -> None:
-    turn.read_ms += transfer.read_ms
-    turn.verify_ms += transfer.verify_ms
-    turn.copy_ms += transfer.copy_ms
-    assert transfer.chunk is not None
-    turn.tiers.append((transfer.chunk.end, transfer.from_disk))
-    if transfer.from_disk:
-        turn.bytes_from_disk += transfer.n_bytes
-    else:
-        turn.bytes_from_ram += transfer.n_pages * board.config.page_bytes
 
 
 def fail(board: Board, transfer: Transfer, reason: str) -> list[Turn]:

@@ -11,6 +11,8 @@ from kvalet.sched.session import Turn
 from kvalet.sched.states import TurnCause, TurnState
 from kvalet.sched.turns import EndReason, Piece
 
+MAX_PAGES_INDEXED = 256
+"""Of one result: a piece of 8,192 tokens would hold the loop for milliseconds."""
 END_REASONS = {
     EndedBy.STOP: EndReason.STOP,
     EndedBy.LENGTH: EndReason.LENGTH,
@@ -25,6 +27,7 @@ def on_step_done(board: Board, result: StepResult) -> None:
     record = board.steps.pop(0)
     board.ledger.unlease_all(record.leases)
     by_row = {row.row: row for row in result.rows}
+    budget = MAX_PAGES_INDEXED
     for turn, row, start, n, sample in record.rows:
         answer = by_row.get(row)
         if turn.row != row:
@@ -33,12 +36,21 @@ def on_step_done(board: Board, result: StepResult) -> None:
         if answer is None or answer.kv_len != start + n:
             raise board.story.defect(f"step {result.step} answers {answer} for {n} tokens from {start} of {turn}")
         turn.pending -= sample
+        turn.kv_len = answer.kv_len
+        budget -= _index(board, turn, budget)
         _advance(board, turn, answer)
 
 
+def _index(board: Board, turn: Turn, budget: int) -> int:
+    """Up to ``budget`` pages of the prompt that are computed enter the index: after a long piece the rest follows with the next
+    results, at the latest with the turn's end. Returns how many."""
+    assert turn.cursor is not None
+    begun = turn.cursor.end
+    lifecycle.index_computed(board, turn, min(turn.kv_len, turn.n_prompt, begun + budget * board.config.page_tokens))
+    return (turn.cursor.end - begun) // board.config.page_tokens if turn.cursor is not None else 0
+
+
 def _advance(board: Board, turn: Turn, answer: RowResult) -> None:
-    turn.kv_len = answer.kv_len
-    lifecycle.index_computed(board, turn, min(turn.kv_len, turn.n_prompt))
     turn.ids.extend(answer.ids)
     if board.config.deterministic:
         turn.calls += (DECODED,) * len(answer.ids)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, auto
+from itertools import chain
 
 from kvalet.runtime.plan import PageId, SlotId
 from kvalet.sched.board import Board
@@ -25,6 +26,8 @@ from kvalet.sched.ranking import RamClass
 from kvalet.sched.states import TransferCause, TransferState
 from kvalet.sched.transfer_record import Transfer, TransferKind
 
+MAX_VICTIMS = 32
+"""Of one ``decide``: looking for more would hold the loop for milliseconds."""
 MAX_COPY_FAILURES = 3
 """After so many failed copies of one chunk in a row it counts as a victim without a slot."""
 
@@ -49,30 +52,38 @@ class Unit:
 
 
 def unit_of(board: Board, leaf: Node) -> Unit:
+    nodes, path = removable(board, leaf)
+    parent = path[-1].parent
+    assert parent is not None
+    path.reverse()
+    ids = leaf.chunk.ids if leaf.chunk is not None else tuple(chain.from_iterable([node.ids for node in path]))
+    return Unit(leaf, tuple(nodes), tuple([node.page for node in path]), ids, parent.chunk, rank_pages(leaf))
+
+
+def removable(board: Board, leaf: Node) -> tuple[list[Node], list[Node]]:
+    """(the nodes that can leave with ``leaf``, all back to the start of its chunk), deepest first."""
     start = (leaf.end - 1) // board.config.chunk_tokens * board.config.chunk_tokens
-    removable: list[Node] = []
+    nodes: list[Node] = []
     path: list[Node] = []
     at = leaf
-    alone = True
+    alone = leaf.pins == 0 and not leaf.children
     while at.end > start:
-        alone = alone and at.pins == 0 and len(at.children) == (0 if at is leaf else 1) and (at is leaf or not at.wanters)
-        if alone:
-            removable.append(at)
+        if alone and (at is leaf or (at.pins == 0 and len(at.children) == 1 and not at.wanters)):
+            nodes.append(at)
+        else:
+            alone = False
         path.append(at)
         assert at.parent is not None
         at = at.parent
-    pages = tuple(node.page for node in reversed(path))
-    ids = tuple(i for node in reversed(path) for i in node.ids)
-    return Unit(leaf, tuple(removable), pages, ids, at.chunk, rank_pages(leaf))
+    return nodes, path
 
 
 def pick_victim(board: Board, *, spare_pinned: bool = False) -> Unit | None:
     """The lowest-ranked leaf that can leave now: nobody stands on it, no transfer works on it, no step touches it. One that a
     queued turn wants goes only when there is no other. ``spare_pinned``: none that ends a piece of a pinned session."""
 
-    def can_leave(leaf: Node) -> bool:
-        busy = leaf.pins or (leaf.chunk is not None and leaf.chunk.outgoing is not None)
-        return not busy and not board.step_leases(leaf.page) and not (spare_pinned and _is_pinned(board, leaf.chunk))
+    def can_leave(leaf: Node) -> bool:  # the ranking leaves out who is stood on or being copied
+        return not board.step_leases(leaf.page) and not (spare_pinned and _is_pinned(board, leaf.chunk))
 
     leaf = board.index.ranking.least(lambda leaf: not leaf.wanters and can_leave(leaf)) or board.index.ranking.least(can_leave)
     return None if leaf is None else unit_of(board, leaf)
@@ -88,6 +99,10 @@ def make_room(board: Board, wanted: int, *, urgent: bool) -> None:
     no slot in time are dropped; else they stay."""
     waited = spare = last_resort = False
     while board.ledger.free + coming_free(board) < wanted:
+        if board.victims_left <= 0:
+            board.wake(board.now)  # the rest after the loop has had its turn
+            return
+        board.victims_left -= 1
         unit = pick_victim(board, spare_pinned=True) if spare else pick_victim(board)
         if unit is None and spare:
             waited = True
@@ -162,8 +177,7 @@ def _only_in_ram(board: Board) -> int:
 
 
 def _remove(board: Board, unit: Unit) -> None:
-    for node in unit.nodes:
-        board.remove_node(node)
+    board.remove_nodes(unit.nodes)
 
 
 def _slot_for(board: Board, unit: Unit) -> SlotId | NoSlot:
@@ -243,9 +257,9 @@ def on_copy_done(board: Board, transfer: Transfer, event: CopyDone) -> None:
         board.counters.spilled_pages += transfer.n_pages
         _drop_shorter_tails(board, chunk)
     node = chunk.node
-    chunk.outgoing = None
+    board.let_go(chunk)
     if node is not None and not node.children and node.pins == 0:
-        _remove(board, unit_of(board, node))
+        board.remove_nodes(removable(board, node)[0])
     board.finish_transfer(transfer, TransferCause.COMPLETE)
 
 

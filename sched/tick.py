@@ -1,7 +1,8 @@
 """The tick: postings in, commands out, steps to the engine thread. Synchronous from end to end.
 
-A tick takes a bounded number of postings from the inbox, hands each event to the core, carries out the core's commands,
-asks for plans until there is none, and hands them to the engine thread. Ticks are plain callbacks of the loop: nothing in
+A tick takes a bounded number of postings from the inbox, hands their events to the core, lets it decide once, carries out its
+commands, asks for plans until there is none, and hands them to the engine thread. A step's result goes before all else, and so
+does the plan that follows from it: the device waits for it. Ticks are plain callbacks of the loop: nothing in
 them awaits, so no task can be cancelled in the middle of one, no request's cancel scope contains them, and no task has to
 be kept alive. Nobody polls: a completion wakes the loop, time by ``WakeAt``.
 """
@@ -45,7 +46,9 @@ class DecisionCore(Protocol):
     @property
     def config(self) -> SchedConfig: ...
 
-    def handle(self, event: events.Event) -> list[commands.Command]: ...
+    def take_in(self, event: events.Event) -> None: ...
+
+    def decide(self) -> list[commands.Command]: ...
 
     def plan(self) -> StepPlan | None: ...
 
@@ -90,7 +93,7 @@ class Ticker:
         self.engine_thread = EngineThread(
             engine,
             core.config.lag,
-            lambda result: inbox.post(partial(self._step_done, result)),
+            lambda result: inbox.post(partial(self._step_done, result), urgent=True),
             lambda message: inbox.post(partial(self._engine_failed, message)),
             lambda: inbox.post(self._engine_has_exited),
         )
@@ -185,18 +188,30 @@ class Ticker:
         self._stats.tick_ms.add((time.perf_counter() - began) * 1e3)
 
     def _take_postings(self, until: float) -> None:
+        """Results of steps first, and the plans that follow from them; then at least one other posting: nothing starves."""
+        if self.inbox.urgent:
+            self._hear(lambda: self.inbox.urgent)
+            self._plan_steps()
+        self._hear(lambda: not self.inbox.urgent and time.perf_counter() < until)
+
+    def _hear(self, go_on: Callable[[], bool]) -> None:
+        """Take a posting, and more while ``go_on`` says so; then have the core decide once for all of them."""
+        heard = False
         for _ in range(MAX_POSTINGS_PER_TICK):
             posting = self.inbox.take()
             if posting is None:
-                return
+                break
             self._latest = max(self._latest, self._clock())
             event = posting(self._latest)
             if event is not None and not self.retired:
                 self._stats.events += 1
-                for command in self._core.handle(event):
-                    self._actions[type(command)](command, self._latest)
-            if time.perf_counter() >= until:
-                return
+                self._core.take_in(event)
+                heard = True
+            if not go_on():
+                break
+        if heard and not self.retired:
+            for command in self._core.decide():
+                self._actions[type(command)](command, self._latest)
 
     def _plan_steps(self) -> None:
         if self.retired or self.device_lost is not None:

@@ -116,7 +116,7 @@ def test_what_a_queued_turn_wants_goes_only_when_there_is_nothing_else() -> None
     board = board_of()
     wanted, later = words(1, 8), words(2, 8)
     spec = TurnSpec(TurnId(1), wanted, SamplingParams(), SECRET)
-    line(board, wanted, 1.0).wanters.add(Turn(spec, Session("", ""), spec.params, 0.0, list(wanted)))
+    line(board, wanted, 1.0).want(Turn(spec, Session("", ""), spec.params, 0.0, list(wanted)))
     line(board, later, 9.0)
     assert leaving(board) == [(later[0], 8), (wanted[0], 8)]
 

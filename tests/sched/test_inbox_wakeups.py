@@ -63,6 +63,23 @@ async def test_many_postings_one_wake_up() -> None:
     assert ticks.count == 1
 
 
+async def test_urgent_postings_go_first_and_the_rest_keeps_its_order() -> None:
+    inbox = Inbox(asyncio.get_running_loop(), lambda: None)
+    said: list[int] = []
+    for number, urgent in ((1, False), (2, True), (3, False), (4, True)):
+        inbox.post(lambda now, number=number: said.append(number), urgent=urgent)  # type: ignore[misc]
+    assert len(inbox) == 4
+    urgent_ones = 0
+    while (posting := inbox.take()) is not None:
+        posting(0.0)
+        urgent_ones += inbox.urgent
+    assert said == [2, 4, 1, 3]
+    assert urgent_ones == 1
+    inbox.post(lambda now: None, urgent=True)
+    inbox.close()
+    assert len(inbox) == 0
+
+
 async def test_a_bounded_tick_lets_the_loop_run_in_between() -> None:
     ticks = Ticks(bound=10)
     others = 0

@@ -7,6 +7,7 @@ import random
 import pytest
 from kvalet.sched import persist, spill
 from kvalet.sched.board import Board
+from kvalet.sched.chunks import Chunk
 from kvalet.sched.policy import rank_chunk, rank_pages
 from kvalet.sched.ranking import SLACK, RamClass, RamOrder, Ranking
 from schedsim import walk
@@ -49,14 +50,15 @@ def test_victims_are_those_a_pass_over_all_leaves_finds(monkeypatch: pytest.Monk
     real = spill.pick_victim
     asked = 0
 
-    def both(board: Board) -> spill.Unit | None:
+    def both(board: Board, *, spare_pinned: bool = False) -> spill.Unit | None:
         nonlocal asked
         asked += 1
-        unit = real(board)
+        unit = real(board, spare_pinned=spare_pinned)
         leaves = [
             leaf
             for leaf in board.index.leaves
             if not leaf.pins and not (leaf.chunk and leaf.chunk.outgoing) and not board.step_leases(leaf.page)
+            if not (spare_pinned and leaf.chunk and leaf.chunk.key in board.lines.pinned)
         ]
         plain = min(leaves, key=lambda leaf: (bool(leaf.wanters), rank_pages(leaf)), default=None)
         assert (unit is None) == (plain is None)
@@ -91,6 +93,35 @@ def test_slots_are_given_up_in_the_order_a_pass_over_all_finds(monkeypatch: pyte
     for seed in range(12):
         walk(seed, 400)
     assert asked > 50
+
+
+def test_what_is_written_next_is_what_a_pass_over_all_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = RamOrder.unwritten
+    asked = 0
+
+    def both(self: RamOrder, n: int) -> list[Chunk]:
+        nonlocal asked
+        chunks = real(self, n)
+        free = [c for c, kind in self._class.items() if kind is not RamClass.CLEAN and c.outgoing is None]
+        assert [rank_chunk(c) for c in chunks] == [rank_chunk(c) for c in sorted(free, key=rank_chunk)[:n]]
+        assert len(set(chunks)) == len(chunks)
+        asked += bool(chunks)
+        return chunks
+
+    monkeypatch.setattr(RamOrder, "unwritten", both)
+    for seed in range(12):
+        walk(seed, 400)
+    assert asked > 50
+
+
+def test_a_rank_may_grow_in_silence() -> None:
+    ranks = {"a": (1.0, 0), "b": (2.0, 0)}
+    ranking: Ranking[str] = Ranking(ranks.get, lambda: ranks)
+    for item in ranks:
+        ranking.push(item)
+    ranks["a"] = (3.0, 0)
+    assert ranking.smallest(5, lambda item: True) == ["b", "a"]
+    assert len(ranking._heap) == 2
 
 
 def test_the_classes_say_what_a_loss_would_mean() -> None:

@@ -2,7 +2,8 @@
 
 The seed decides the sizes, the mode, the agents, what happens next and what fails. One walk: agents with growing histories,
 forks and parallel turns submit; steps, copies, reads and writes end in random order, some badly; clients cancel, stop reading
-and come back, close sessions; the disk loses and damages files; at the end everything must come to rest.
+and come back, close sessions; the disk loses and damages files; at the end everything must come to rest. In half of the walks
+the loop is busy: it decides for several events at once, and hears that a copy is done after steps that ended later.
 """
 
 from __future__ import annotations
@@ -78,7 +79,10 @@ class Walk:
         self.certain = disk and not self.refusing and capacity > 1000
         if self.certain:
             cfg = replace(cfg, pin_wait_s=math.inf)
+        cfg = replace(cfg, copies_ahead=(1, 2, 32)[seed % 3])
         self.world = World(cfg, disk=disk, capacity=capacity, model=FakeModel(vocab=rng.choice((5, 97))))
+        habits = random.Random(seed + 1_000_000)
+        self.world.habits = habits if habits.random() < 0.5 else None
         self.slow = rng.choice((0.2, 1.0, 3.0))
         self.system = self._ids(rng.randint(3, 20))
         self.agents = [self._agent(i) for i in range(rng.randint(1, 9))]
@@ -109,7 +113,7 @@ class Walk:
         actions = [
             (8.0, self._step), (4.0 * self.slow, self._copy), (4.0 * self.slow, self._job), (0.8, self._tick),
             (2.0, self._agent_acts), (0.3, self._client_acts), (0.1, self._disk_acts), (0.1, self._session_acts),
-            (0.02, self._restart),
+            (0.02, self._restart), (1.0 * self.slow, self.world.hear_late),
         ]  # fmt: skip
         for _ in range(60):
             action = rng.choices([a for _, a in actions], [w for w, _ in actions])[0]

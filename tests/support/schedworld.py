@@ -7,9 +7,10 @@ how. After every event the core checks all its invariants; answers are compared 
 from __future__ import annotations
 
 import math
+import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from kvalet.runtime.fake import FakeCopier, FakeEngine, FakeModel, FakePool, FakeSlab
@@ -18,52 +19,13 @@ from kvalet.sched import commands as cmd
 from kvalet.sched import events as ev
 from kvalet.sched.config import SchedConfig
 from kvalet.sched.core import Core
-from kvalet.sched.turns import Ended, EndReason, Refusal, TurnId, TurnSpec
+from kvalet.sched.turns import EndReason, TurnId, TurnSpec
 from kvalet.store.fake import FakeJob, FakeStore
 from kvalet.store.jobs import WriteResult
 from recordside import RecordSide
+from schedclient import CERTAIN, IDENTITY, SECRET, Client, NoDisk, config
 
-IDENTITY = b"i" * 32
-SECRET = b"s" * 32
-CERTAIN = (EndReason.STOP, EndReason.LENGTH, EndReason.GRAMMAR)
-
-
-def config(**changes: Any) -> SchedConfig:
-    """A tiny machine: pages of 4 tokens, chunks of 8."""
-    base = SchedConfig(
-        page_tokens=4, chunk_tokens=8, n_pages=25, context_tokens=400, identity=IDENTITY, ram_slots=4, staging_slots=2,
-        max_rows=4, step_tokens=16, idle_step_tokens=24, deterministic_piece=8,
-    )  # fmt: skip
-    return replace(base, **changes)
-
-
-class NoDisk:
-    """No disk tier."""
-
-    def has(self, key: bytes) -> bool:
-        return False
-
-    def tails(self, parent: bytes) -> tuple[()]:
-        return ()
-
-    def accepts_writes(self) -> bool:
-        return False
-
-    def branches(self, tenant: str, session: str) -> tuple[()]:
-        return ()
-
-
-@dataclass
-class Client:
-    """What the client of one turn has seen."""
-
-    spec: TurnSpec
-    ids: list[int] = field(default_factory=list)
-    text: str = ""
-    accepted: bool = False
-    refusal: Refusal | None = None
-    ended: Ended | None = None
-    blocked: bool = False
+__all__ = ["CERTAIN", "IDENTITY", "SECRET", "Client", "NoDisk", "World", "config"]
 
 
 class World(RecordSide):
@@ -88,6 +50,10 @@ class World(RecordSide):
         self.n_events = 0
         self.next_turn = 1
         self.check_every = 1
+        self.habits: random.Random | None = None
+        """Of a busy loop: it decides once for several events, and hears of copies long after they are done."""
+        self.undecided = False
+        self.late: list[Callable[[float], ev.Event]] = []
         self.lost_device = False
         self.boot()
 
@@ -104,6 +70,8 @@ class World(RecordSide):
         self.plans.clear()
         self.copier.pending.clear()
         self.inbox.clear()
+        self.late.clear()
+        self.undecided = False
         self.wakes.clear()
         self.clients = {turn: c for turn, c in self.clients.items() if not c.accepted or c.ended}
         if self.store is not None:
@@ -141,14 +109,27 @@ class World(RecordSide):
     # the loop
 
     def feed(self, event: ev.Event) -> None:
-        """One event through the core, its commands carried out, plans taken, invariants checked."""
+        """One event through the core, its commands carried out, plans taken, invariants checked; or all that a little later."""
         self._handle(event)
         while self.inbox:
             self._handle(self.inbox.pop(0)(self.now))
 
     def _handle(self, event: ev.Event) -> None:
         self.n_events += 1
-        for command in self.core.handle(event):
+        if self.habits is None:
+            self._follow(self.core.handle(event))
+        else:
+            self.core.take_in(event)
+            self.undecided = True
+            if self.habits.random() < 0.6:
+                self.decide()
+
+    def decide(self) -> None:
+        self._follow(self.core.decide())
+
+    def _follow(self, commands: list[cmd.Command]) -> None:
+        self.undecided = False
+        for command in commands:
             self._carry_out(command)
         if not self.lost_device:
             while (plan := self.core.plan()) is not None:
@@ -215,10 +196,10 @@ class World(RecordSide):
 
     def _copied(self, transfer: ev.TransferId) -> Callable[[str | None, float], None]:
         def done(error: str | None, copy_ms: float) -> None:
-            if error is None:
-                self.inbox.append(lambda now: ev.CopyDone(now, transfer, copy_ms))
-            else:
-                self.inbox.append(lambda now: ev.CopyFailed(now, transfer, error))
+            late = self.late or (self.habits is not None and self.habits.random() < 0.3)
+            (self.late if late else self.inbox).append(
+                lambda now: ev.CopyFailed(now, transfer, error) if error else ev.CopyDone(now, transfer, copy_ms)
+            )
 
         return done
 
@@ -311,6 +292,11 @@ class World(RecordSide):
         self.pour()
         return True
 
+    def hear_late(self) -> bool:
+        """The answers of copies that ended long ago, all of them. False if there are none."""
+        self.inbox, self.late = self.inbox + self.late, []
+        return self.pour()
+
     def jobs(self, kind: str = "") -> list[FakeJob]:
         pending = self.store.pending if self.store else []
         return [
@@ -331,9 +317,11 @@ class World(RecordSide):
         self.pour()
         return True
 
-    def pour(self) -> None:
+    def pour(self) -> bool:
+        poured = bool(self.inbox)
         while self.inbox:
             self._handle(self.inbox.pop(0)(self.now))
+        return poured
 
     def tick(self, seconds: float = 0.0) -> bool:
         """Time passes: by ``seconds``, or to the next wake-up. False if nobody asked for one."""
@@ -351,7 +339,9 @@ class World(RecordSide):
 
     def advance(self) -> bool:
         """One thing of any kind happens, time last. False: all is quiet."""
-        return self.step() or self.copy(True) or self.copy(False) or self.job() or self.tick()
+        if self.undecided:
+            return self.decide() is None
+        return self.step() or self.copy(True) or self.copy(False) or self.job() or self.hear_late() or self.tick()
 
     def settle(self, limit: int = 100_000) -> None:
         """Until all is quiet."""

@@ -37,6 +37,14 @@ class Script:
         self.plans: list[StepPlan] = []
         self.checks = 0
         self.check_error: Exception | None = None
+        self._out: list[commands.Command] = []
+
+    def take_in(self, event: events.Event) -> None:
+        self._out += self.handle(event)
+
+    def decide(self) -> list[commands.Command]:
+        out, self._out = self._out, []
+        return out
 
     def handle(self, event: events.Event) -> list[commands.Command]:
         self.seen.append(event)
