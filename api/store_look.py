@@ -28,7 +28,7 @@ from kvalet.store import layout
 from kvalet.store.inspect_check import CheckPlan, CheckReport, Part, check_store
 from kvalet.store.inspect_file import Verdict
 from kvalet.store.inspect_open import Place, holder, open_to_look
-from kvalet.store.inspect_records import OnDisk, Stored, read_records
+from kvalet.store.inspect_records import OnDisk, Stored, doubles, read_records
 from kvalet.store.inspect_sums import KINDS, Sum, sums
 from kvalet.store.inspect_walk import Listing, list_store
 
@@ -97,7 +97,9 @@ def with_sessions(
     default = layout.tenant_hash(place.secret, "") if place.secret else b""
     sessions: list[dict[str, Any]] = []
     rows = []
-    for one in sorted(stored, key=lambda one: (-one.last_use_ns, one.record.session, one.record.branch)):
+    older = {one.found for one in doubles(stored)}
+    current = [one for one in stored if one.found not in older]
+    for one in sorted(current, key=lambda one: (-one.last_use_ns, one.record.session, one.record.branch)):
         record, presence, tag = one.record, on_disk.presence(one.record), on_disk.tag(one.record)
         sessions.append(
             {

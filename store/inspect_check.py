@@ -123,6 +123,10 @@ def surely_orphan(place: Place, found: Found, parent: bytes) -> bool:
     prefix = parent.hex() + "."
     if any(name.startswith(prefix) for name in names_in(place, layout.CHUNKS, prefix[:2])):
         return False
+    if found.file.folder == layout.STATES:  # may follow a tail, which stands in the shard of its own parent
+        own = f".{prefix[:16]}."
+        if any(own in name for shard in layout.SHARDS for name in names_in(place, layout.TAILS, shard)):
+            return False
     return found.file.name in names_in(place, found.file.folder, found.file.shard)
 
 

@@ -16,11 +16,12 @@ from kvalet.store.config import BLOCK_BYTES
 from kvalet.store.faultwords import NO_DIRECT, explain, read_reason
 from kvalet.store.fileio import DIRECTORY_FLAGS, READ_FLAGS, FileStat
 from kvalet.store.header import Geometry, Header, Home, Refused
-from kvalet.store.ids import ChunkKey, ChunkMeta, ids_le
+from kvalet.store.ids import ChunkKey, ChunkMeta, StatePart, ids_le
 from kvalet.store.inspect_open import Place
 from kvalet.store.inspect_walk import Found, strangeness
 from kvalet.store.layout import FileName
 from kvalet.store.record import MAX_RECORD_BYTES, RECORD_HEADER_BYTES, RecordHead, RecordHome
+from kvalet.store.recordfiles import refuse_name
 
 PIECE_BYTES = 4 << 20
 """Payloads are read and digested in pieces of this size, whatever the file's size."""
@@ -168,10 +169,10 @@ class Reader:
         decoded = record.decode(data)
         if isinstance(decoded, Refused):
             return decoded
-        secret = self._place.secret
-        if secret is not None and layout.session_hash(secret, head.home.tenant, decoded.session) != file.session:
-            return Refused("key", "session")
-        return None if (decoded.branch, decoded.head) == (file.branch, file.head) else Refused("key", "branch")
+        secret, session = self._place.secret, file.session
+        if secret is not None:
+            session = layout.session_hash(secret, head.home.tenant, decoded.session)
+        return refuse_name(decoded, file, session)
 
     def _read_all(self, fd: int, n_bytes: int) -> bytes:
         data = bytearray()
@@ -238,28 +239,36 @@ class Reader:
 def refuse(head: Header, file: FileName, store_id: bytes | None) -> Refused | None:
     """Do header and name agree, and the header with itself? ``store_id`` None: unknown, so any is taken."""
     try:
-        chunk_tokens = header.MAX_IDS - header.MAX_IDS % head.page_tokens if file.is_tail else head.n_tokens
-        geometry = Geometry(head.page_tokens, head.page_bytes, head.page_stride, chunk_tokens)
+        whole = head.n_tokens if file.folder == layout.CHUNKS else header.MAX_IDS - header.MAX_IDS % head.page_tokens
+        geometry = Geometry(head.page_tokens, head.page_bytes, head.page_stride, whole)
     except (ValueError, ZeroDivisionError):
         return Refused("foreign", "geometry")
     home = Home(store_id or head.store_id, head.identity, geometry)
-    return header.refuse_meta(head, home, _claim(head, file, geometry))
+    return header.refuse_meta(head, home, CLAIMS[file.folder](head, file, geometry))
 
 
-def _claim(head: Header, file: FileName, geometry: Geometry) -> ChunkMeta:
+def _chunk_claim(head: Header, file: FileName, geometry: Geometry) -> ChunkMeta:
     """What the name says, and what follows from it and from the header's other fields."""
-    is_tail = file.folder == layout.TAILS
-    ordinal = head.ordinal if is_tail else file.ordinal
-    parent = head.identity if ordinal == 0 else head.parent
-    if is_tail:
-        parent = file.parent or b""
-        key = head.key if head.key[:8] == file.index_key else file.index_key
-        first = head.first_token if ordinal else 0
-        n_tokens = file.n_tokens
-    else:
-        key, first, n_tokens = file.index_key, ordinal * head.n_tokens, head.n_tokens
-    ids = head.ids if len(head.ids) == n_tokens else ()
-    return ChunkMeta(ChunkKey(key), parent, ordinal, first, ids, geometry.pages_for(n_tokens), is_tail)
+    parent = head.identity if file.ordinal == 0 else head.parent
+    first = file.ordinal * head.n_tokens
+    pages = geometry.pages_for(head.n_tokens)
+    return ChunkMeta(ChunkKey(file.index_key), parent, file.ordinal, first, head.ids, pages)
+
+
+def _tail_claim(head: Header, file: FileName, geometry: Geometry) -> ChunkMeta:
+    key = head.key if head.key[:8] == file.index_key else file.index_key  # all that the name has of it
+    first = head.first_token if head.ordinal else 0
+    ids = head.ids if head.n_tokens == file.n_tokens else head.ids[:0]
+    pages = geometry.pages_for(file.n_tokens)
+    return ChunkMeta(ChunkKey(key), file.parent or b"", head.ordinal, first, ids, pages, tail=True)
+
+
+def _state_claim(head: Header, file: FileName, geometry: Geometry) -> ChunkMeta:
+    part = StatePart(head.state_bytes, head.part, head.parts)
+    return ChunkMeta(ChunkKey(file.index_key), head.parent, file.ordinal, head.first_token, (), 0, state=part)
+
+
+CLAIMS = {layout.CHUNKS: _chunk_claim, layout.TAILS: _tail_claim, layout.STATES: _state_claim}
 
 
 def refuse_record(head: RecordHead, file: FileName, store_id: bytes | None) -> Refused | None:

@@ -16,9 +16,11 @@ from kvalet.store import layout
 from kvalet.store.books import Books
 from kvalet.store.entries import UNKNOWN_ORDINAL, Entry
 from kvalet.store.inspect_file import Facts, Verdict
-from kvalet.store.inspect_tree import dead_tails
+from kvalet.store.inspect_tree import DEPTH, dead_tails
 from kvalet.store.inspect_walk import Found, Listing
 
+ORDER = (layout.STATES, layout.TAILS, layout.CHUNKS, layout.RECORDS)
+"""Nothing in one of these folders goes on from something in an earlier one."""
 REFUSED = frozenset({"size", "header", "payload", "key"})
 """Reasons for which a server sets a file aside; what is foreign or cannot be read stays."""
 
@@ -29,6 +31,7 @@ class Cause(StrEnum):
     REFUSED = "refused"
     UNREACHABLE = "unreachable"
     DEAD_TAIL = "tail that a longer one replaced"
+    REPLACED = "older file of a record"
     IDENTITY = "of another identity"
     EXPIRED = "expired record"
     OLD = "not used for long enough"
@@ -55,7 +58,7 @@ class Removal:
 
 @dataclass(frozen=True, slots=True)
 class GcOptions:
-    """``cap_bytes``: what chunks and tails may hold afterwards (None: any). ``before_ns``: files last used before go (None:
+    """``cap_bytes``: what all files may hold afterwards (None: any). ``before_ns``: files last used before go (None:
     none for their age). ``identity``: files of any other go (None: none)."""
 
     cap_bytes: int | None = None
@@ -66,10 +69,12 @@ class GcOptions:
 @dataclass(frozen=True, slots=True)
 class Keep:
     """What records say. ``pinned``: keys (first 8 bytes) of files that go only if they are refused; ``named``: of tails that a
-    record names, so not dead. ``expired``, ``old``: record files past their time to live, or not used for long enough."""
+    record names, so not dead. ``replaced``, ``expired``, ``old``: record files that have a newer one, are past their time to
+    live, or were not used for long enough."""
 
     pinned: AbstractSet[bytes] = frozenset()
     named: AbstractSet[bytes] = frozenset()
+    replaced: Sequence[Found] = ()
     expired: Sequence[Found] = ()
     old: Sequence[Found] = ()
 
@@ -77,8 +82,8 @@ class Keep:
 def plan(
     listing: Listing, verdicts: Sequence[Verdict], lost: Mapping[Found, str], options: GcOptions, keep: Keep
 ) -> list[Removal]:
-    """All removals, in the order in which to make them. ``verdicts``: of every file; ``lost``: those that
-    cannot be reached (``inspect_tree.unreachable``)."""
+    """All removals, in the order in which to make them. ``verdicts``: of every file; ``lost``: those that cannot be reached
+    (``inspect_tree.unreachable``)."""
     facts = {verdict.found: verdict.facts for verdict in verdicts if verdict.facts is not None}
     causes: dict[Found, Cause] = {}
     for verdict in verdicts:
@@ -98,8 +103,11 @@ def plan(
             causes[found] = Cause.OLD
         staying = [found for found in staying if found not in causes]
     if options.cap_bytes is not None:
-        for found in _over(staying, facts, options.cap_bytes, keep.pinned):
+        going = {*keep.replaced, *keep.expired, *keep.old}
+        records = [f for f in listing.files if f.file.folder == layout.RECORDS and f not in causes and f not in going]
+        for found in _over(staying, records, facts, options.cap_bytes, keep.pinned):
             causes[found] = Cause.CAP
+    causes.update((found, Cause.REPLACED) for found in keep.replaced)
     causes.update((found, Cause.EXPIRED) for found in keep.expired)
     causes.update((found, Cause.OLD) for found in keep.old)
     return [*_loose(listing), *in_order(causes, facts)]
@@ -110,12 +118,11 @@ def _of_another(facts: Facts | None, identity: bytes | None) -> bool:
 
 
 def in_order(causes: Mapping[Found, Cause], facts: Mapping[Found, Facts]) -> list[Removal]:
-    """Deepest first; tails before chunks, records last: a record that outlives its chunks is harmless and says what is left
+    """Deepest first, and records last: a record that outlives its chunks is harmless and says what is left
     to do, chunks that outlive their record cannot be told from others."""
 
     def depth(found: Found) -> tuple[int, int, str]:
-        rank = {layout.TAILS: 0, layout.CHUNKS: 1}.get(found.file.folder, 2)
-        return rank, -found.file.ordinal, found.file.name
+        return ORDER.index(found.file.folder), -found.file.ordinal, found.file.name
 
     removals = []
     for found in sorted(causes, key=depth):
@@ -137,18 +144,23 @@ def _old(staying: Iterable[Found], facts: Mapping[Found, Facts], before_ns: int,
     """Deepest first: a file that something younger or pinned follows stays, whatever its own age."""
     known = [found for found in staying if found in facts]
     children = Counter(facts[found].parent for found in known)
-    for found in sorted(known, key=lambda f: (facts[f].ordinal, f.file.folder == layout.TAILS), reverse=True):
-        has_child = found.file.folder == layout.CHUNKS and children[facts[found].key] > 0
-        if not has_child and found.st.mtime_ns < before_ns and found.file.index_key[:8] not in pinned:
+    for found in sorted(known, key=lambda f: (facts[f].ordinal, DEPTH[f.file.folder]), reverse=True):
+        if not children[facts[found].key] and found.st.mtime_ns < before_ns and found.file.index_key[:8] not in pinned:
             children[facts[found].parent] -= 1
             yield found
 
 
 def _over(
-    staying: Sequence[Found], facts: Mapping[Found, Facts], cap_bytes: int, pinned: AbstractSet[bytes]
-) -> Iterable[Found]:
-    """The same victims that a server with this cap would choose (store/books.py)."""
+    staying: Sequence[Found],
+    records: Sequence[Found],
+    facts: Mapping[Found, Facts],
+    cap_bytes: int,
+    pinned: AbstractSet[bytes],
+) -> list[Found]:
+    """The same victims that a server with this cap would choose (store/books.py): records only when the chain that they name
+    is gone."""
     books = Books(cap_bytes, b"")
+    record_bytes = sum(found.n_bytes for found in records)
     by_key = {found.file.index_key: found for found in staying}
     for found in sorted(staying, key=lambda f: facts[f].ordinal if f in facts else UNKNOWN_ORDINAL):
         known = facts.get(found)
@@ -160,5 +172,10 @@ def _over(
         if known is None:
             books.mark_unusable(found.file.index_key, "foreign")
     books.pin(key for key in by_key if key[:8] in pinned)
-    victims = books.evict(books.live_bytes - cap_bytes, partly=True) or []
-    return [by_key[victim.index_key] for victim in victims]
+    victims = [by_key[entry.index_key] for entry in books.evict(books.live_bytes + record_bytes - cap_bytes, partly=True) or []]
+    heads = {entry.index_key[:8] for entry in books.entries() if entry.ordinal == 0}
+    for found in sorted(records, key=lambda found: found.st.mtime_ns):
+        if books.live_bytes + record_bytes > cap_bytes and not found.file.pinned and found.file.head not in heads:
+            victims.append(found)
+            record_bytes -= found.n_bytes
+    return victims

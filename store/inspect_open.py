@@ -27,7 +27,7 @@ KERNEL_LOCKS = Path("/proc/locks")
 PRIVATE = 0o077
 """No bit of these may be set on anything in a store."""
 LEFT_ALONE = frozenset({"lost+found"})
-SMALL_FILES = (layout.STORE_FILE, layout.SECRET_FILE, layout.IDENTITY_FILE, layout.LOCK_FILE)
+SMALL_FILES = (layout.STORE_FILE, layout.SECRET_FILE, layout.IDENTITY_FILE, layout.LOCK_FILE, layout.BUDGET_FILE)
 MADE_WITH_A_STORE = frozenset({layout.SECRET_FILE, layout.LOCK_FILE, layout.IDENTITY_FILE})
 """One of them beside the chunks says that this is a store, though its STORE is lost."""
 HALF_WRITTEN = frozenset(f".{name}.new" for name in SMALL_FILES)

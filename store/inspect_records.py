@@ -27,7 +27,8 @@ class Stored:
 
     @property
     def last_use_ns(self) -> int:
-        return max(self.record.last_use_ns, self.found.st.mtime_ns)
+        """As the server takes it: the file's time, which is brought up to date whenever the session is used."""
+        return self.found.st.mtime_ns
 
     def expired(self, now_ns: int) -> bool:
         ttl_s = self.record.ttl_s
@@ -51,6 +52,20 @@ def read_records(place: Place, files: Iterable[Found]) -> tuple[list[Stored], li
             assert not isinstance(decoded, Refused), "examine has believed it"
             stored.append(Stored(verdict.found, decoded, head.home.tenant, head.home.identity, verdict.data))
     return stored, refused
+
+
+def doubles(stored: Iterable[Stored]) -> list[Stored]:
+    """Older files of records that also have a newer one. A server that changes a record's name (another first chunk, pinned or
+    not) has both for a moment, and deletes the older at its next start if it was killed then."""
+    newest: dict[bytes, Stored] = {}
+    older = []
+    for one in stored:
+        key = one.found.file.index_key
+        other = newest.setdefault(key, one)
+        if other is not one:
+            newest[key] = max(one, other, key=lambda one: (one.found.st.mtime_ns, one.record.pinned))
+            older.append(one if newest[key] is other else other)
+    return older
 
 
 def session_of(place: Place, tenant: str, session: str) -> bytes:
@@ -95,12 +110,15 @@ class OnDisk:
 
 def what_to_keep(stored: Sequence[Stored], now_ns: int, before_ns: int | None = None) -> Keep:
     """For ``gc``: records past their time to live, or not used since ``before_ns``, protect nothing."""
+    replaced = [one.found for one in doubles(stored)]
+    stored = [one for one in stored if one.found not in set(replaced)]
     expired = [one.found for one in stored if one.expired(now_ns)]
     old = [one.found for one in stored if not one.expired(now_ns) and _is_old(one, before_ns)]
     living = [one.record for one in stored if one.found not in {*expired, *old}]
     return Keep(
         pinned=frozenset(bytes(key[:8]) for one in living if one.pinned for key in one.keys),
         named=frozenset(bytes(key[:8]) for one in living for key in one.keys),
+        replaced=replaced,
         expired=expired,
         old=old,
     )

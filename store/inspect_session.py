@@ -16,6 +16,7 @@ from kvalet.store.ids import ids_le
 from kvalet.store.inspect_file import Facts, Verdict
 from kvalet.store.inspect_gc import Cause, Removal, in_order
 from kvalet.store.inspect_records import Stored
+from kvalet.store.inspect_tree import DEPTH
 from kvalet.store.inspect_walk import Found
 
 IdsOf = Callable[[Found], bytes]
@@ -72,6 +73,8 @@ def _going_on(
             break
         length += 4 * n_tokens[key]
         ends[key] = length
+    if one.record.tail_key is not None:
+        ends[one.record.tail_key] = len(ids)  # nothing but a running state follows a tail
     open_ = [(child, end) for key, end in ends.items() for child in after.get(key, ())]
     seen: set[Found] = set()
     while open_:
@@ -90,9 +93,7 @@ def _going_on(
 def _needed(chosen: set[Found], after: Mapping[bytes, Sequence[Found]], facts: Mapping[Found, Facts]) -> set[Found]:
     """Of ``chosen``, what must stay because a file that stays follows it: deepest first, so that it reaches the top."""
     kept: set[Found] = set()
-    for found in sorted(chosen, key=lambda f: facts[f].ordinal, reverse=True):
-        if found.file.folder != layout.CHUNKS:
-            continue
+    for found in sorted(chosen, key=lambda f: (facts[f].ordinal, DEPTH[f.file.folder]), reverse=True):
         if any(child not in chosen or child in kept for child in after.get(facts[found].key, ())):
             kept.add(found)
     return kept

@@ -15,10 +15,12 @@ from pathlib import Path
 import pytest
 from damagekit import flip
 from kvalet.store.config import BLOCK_BYTES
+from kvalet.store.ids import ChunkMeta
 from kvalet.store.inspect_check import CheckPlan, check_store, surely_orphan
 from kvalet.store.inspect_file import GONE, Reader
 from kvalet.store.inspect_open import holder, open_to_look
 from kvalet.store.inspect_walk import Found, list_store
+from recordkit import RecordRig, record_of, state_bytes, state_meta
 from storekit import FILE_BYTES, Rig
 from storetool import picture, tool
 
@@ -39,9 +41,10 @@ MOST_CHECKS = 2000
 
 
 class Churn:
-    """A thread that writes chains with tails into a store far too small for them, until told to stop."""
+    """A thread that writes chains with tails and states and records, some pinned, into a store far too small for them, and
+    drops, replaces and unpins records, until told to stop."""
 
-    def __init__(self, rig: Rig, seed: int) -> None:
+    def __init__(self, rig: RecordRig, seed: int) -> None:
         self._rig, self._rng = rig, random.Random(seed)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work)
@@ -55,10 +58,22 @@ class Churn:
                 self.turns += 1
                 how = {"seed": self.turns, "tail": self._rng.randrange(0, 20)}
                 metas = [*shared, *self._rig.chain(self._rng.randrange(1, 4), after=shared, **how)]
-                self._rig.write(metas)
+                reasons = [result.reason for result in self._rig.write(metas)]
                 self._rig.store.touch([meta.key for meta in metas])
+                if not any(reasons):
+                    self._note(metas)
         except AssertionError as error:
             self.error = error
+
+    def _note(self, metas: list[ChunkMeta]) -> None:
+        """A state after the chain, and a record of one of three sessions, which replaces the one before it."""
+        state = state_meta(self._rig.secret, metas[-1], 5000)
+        stored = self._rig.put_state(state, state_bytes(state)) == ""
+        session = f"s{self.turns % 3}"
+        keys = (state.key,) if stored else ()
+        self._rig.put(record_of(metas, session=session, pinned=self.turns % 7 == 0, state_keys=keys))
+        if self.turns % 5 == 0:
+            self._rig.drop(session=session)
 
     def __enter__(self) -> Churn:
         self._thread.start()
@@ -72,7 +87,7 @@ class Churn:
 
 def test_check_beside_a_store_that_writes_and_evicts_raises_no_alarm(tmp_path: Path) -> None:
     seed = 20261201
-    with Rig(tmp_path / "s", cap_bytes=24 * FILE_BYTES, sync="none") as rig:
+    with RecordRig(tmp_path / "s", cap_bytes=48 * FILE_BYTES, sync="none") as rig:
         with Churn(rig, seed) as churn, open_to_look(str(tmp_path / "s")) as place:
             number = 0
             while number < CHECKS or (churn.turns < TURNS and number < MOST_CHECKS):
@@ -81,6 +96,10 @@ def test_check_beside_a_store_that_writes_and_evicts_raises_no_alarm(tmp_path: P
                 assert report.good, f"seed {seed}, check {number}: {report.findings}"
                 assert (report.orphans, report.behind_bad) == (0, 0), f"seed {seed}, check {number}"
                 assert report.server == str(os.getpid())
+                listed = tool("ls", tmp_path / "s", "--json")
+                assert (listed.status, listed.data["unread_records"]) == (0, 0), f"seed {seed}, check {number}"
+                sessions = [(one["session"], one["branch"]) for one in listed.data["sessions"]]
+                assert len(sessions) == len(set(sessions)) <= 3
         assert churn.error is None
         evicted = rig.store.statistics().evicted_files
         rig.quiet()
