@@ -97,11 +97,11 @@ def request(tools: list[dict[str, Any]], choice: str = "required") -> ChatReques
 @pytest.mark.parametrize("choice", ["auto", "required"])
 def test_tool_sets_compile_in_time_and_then_at_once(name: str, choice: str) -> None:
     made = prompts()
-    began = time.monotonic()
+    began = time.process_time()
     first = made.chat(request(TOOLSETS[name], choice), date(2026, 12, 1))
-    compiled = time.monotonic()
+    compiled = time.process_time()
     second = made.chat(request(TOOLSETS[name], choice), date(2026, 12, 1))
-    again = time.monotonic()
+    again = time.process_time()
     assert first == second
     assert compiled - began < 5.0
     assert again - compiled < 1.0

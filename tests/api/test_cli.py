@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib
 import os
+import resource
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,10 +31,10 @@ def test_version_is_fast_and_loads_nothing() -> None:
     code = (
         "import sys, kvalet.__main__ as m; m.main(['--version']); print([n for n in ('torch', 'pydantic') if n in sys.modules])"
     )
-    began = time.perf_counter()
+    began = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=SAFE, timeout=30, check=True)
     assert done.stdout.splitlines() == [f"kvalet {__version__}", "[]"]
-    assert time.perf_counter() - began < 2.0
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - began < 2.0
 
 
 @pytest.mark.parametrize(("arguments", "status"), [(["--help"], 0), ([], 2), (["dance"], 2)])

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from prober import Prober
+from scriptedproc import until
 from serverproc import Server
 
 CONTEXT = 1024
 MOST_HEALTH_S = 0.25
-HEALTH_SHARE = 0.95
-"""There are a few dozen probes: what is beyond this share of them is what other programs of the machine did to one or two."""
+MOST_GAP_S = 5.0
+"""Between two pieces of a stream: the shortest freeze that the case tells of. The longest gap that was measured, with five
+other programs on two cores, is 0.7 s."""
 
 
 @pytest.fixture(scope="module")
@@ -100,33 +106,50 @@ def test_a_prompt_is_cached_in_both_modes(server: Server) -> None:
     assert 288 <= seen[1] < 300
 
 
+def read_gaps(server: Server, stop: threading.Event) -> float:
+    """Streams until ``stop`` is set, one answer after the other. The longest time between two pieces of one answer (s)."""
+    body = {"model": server.model, "prompt": prompt_of(20), "max_tokens": 400, "ignore_eos": True, "stream": True}
+    request = urllib.request.Request(
+        server.url + "/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    longest = 0.0
+    while not stop.is_set():
+        with urllib.request.urlopen(request, timeout=60) as reply:
+            last = 0.0
+            for line in reply:
+                if line.startswith(b"data: {"):
+                    now = time.monotonic()
+                    longest, last = max(longest, now - last if last else 0.0), now
+                if stop.is_set():
+                    break
+    return longest
+
+
+@pytest.mark.alone
 @pytest.mark.parametrize(("n_bytes", "n_messages", "status"), [(5 << 20, 1, 400), (5 << 20, 20_000, 400), (27 << 20, 1, 413)])
 def test_large_bodies_do_not_freeze_the_server(server: Server, n_bytes: int, n_messages: int, status: int) -> None:
-    """P38: the body is refused (bytes or tokens), and /health is answered all the time."""
+    """P38: the body is refused (bytes or tokens) while four streams run; /health is answered all the time, 99 of 100 probes
+    within 250 ms, and the streams go on."""
     content = "word " * (n_bytes // n_messages // 5)
     body = {"model": server.model, "messages": [{"role": "user", "content": content}] * n_messages}
-    data = json.dumps(body).encode()
-    times: list[float] = []
-    done = threading.Event()
-
-    def probe() -> None:
-        while True:  # at least once: a refusal may be quicker than the first pause
-            began = time.monotonic()
-            assert server.request("/health")[0] == 200
-            times.append(time.monotonic() - began)
-            if done.wait(0.02):
-                return
-
-    prober = threading.Thread(target=probe)
-    prober.start()
-    try:
-        found, reply = server.request("/v1/chat/completions", data)
-    finally:
-        done.set()
-        prober.join(10)
-    assert (found, reply["error"]["code"]) == (status, "context_length_exceeded" if status == 400 else "body_too_large")
-    times.sort()
-    assert times[int(len(times) * HEALTH_SHARE)] < MOST_HEALTH_S, times[-5:]
+    data, stop = json.dumps(body).encode(), threading.Event()
+    with ThreadPoolExecutor(4) as pool, Prober(server.url, 0.02) as prober:
+        streams = [pool.submit(read_gaps, server, stop) for _ in range(4)]
+        try:
+            until("the streams run", lambda: server.metric("vllm:num_requests_running") == 4, 60)
+            for _ in range(1 if status == 400 else 20):  # a refusal by length is over before the second probe
+                found, reply = server.request("/v1/chat/completions", data)
+                assert (found, reply["error"]["code"]) == (
+                    status,
+                    "context_length_exceeded" if status == 400 else "body_too_large",
+                )
+        finally:
+            stop.set()
+        gaps = [stream.result() for stream in streams]
+    times = sorted(prober.times)
+    assert times[math.ceil(len(times) * 0.99) - 1] < MOST_HEALTH_S, times[-5:]
+    assert max(gaps) < MOST_GAP_S, gaps
+    until("the streams are over", lambda: server.metric("vllm:num_requests_running") == 0, 60)
 
 
 def test_a_scrape_says_that_nothing_runs(server: Server) -> None:

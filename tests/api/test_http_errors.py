@@ -127,9 +127,9 @@ async def test_nesting(depth: int) -> None:
     """P07: the limit is 200 levels, the body's own included. Refused fast, harmless inside the limit."""
     text = json.dumps(CHAT)[:-1] + ', "x": ' + "[" * (depth - 1) + "]" * (depth - 1) + "}"
     async with client(ScriptedEngine()) as http:
-        began = time.perf_counter()
+        began = time.process_time()  # what others do on the machine is not our time
         reply = await http.post(CHAT_PATH, content=text, headers=JSON)
-        assert time.perf_counter() - began < 0.1
+        assert time.process_time() - began < 0.1
         assert reply.status_code == (200 if depth <= 200 else 400)
         if depth > 200:
             assert error_of(reply)["code"] == "nesting_too_deep"
@@ -258,6 +258,7 @@ async def test_a_defect_is_a_500_without_details(caplog: pytest.LogCaptureFixtur
     assert "secret detail" in caplog.text
 
 
+@pytest.mark.alone
 async def test_large_bodies_leave_the_loop_free(anyio_backend: Any) -> None:
     """P38 in small: a 5 MB body is parsed off the loop; other requests are answered meanwhile."""
     body = {**CHAT, "messages": [{"role": "user", "content": "x" * 250} for _ in range(20_000)]}

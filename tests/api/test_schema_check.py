@@ -110,22 +110,22 @@ def test_enforceable(schema: dict[str, Any]) -> None:
 @pytest.mark.parametrize("levels", [60, 120, 250, 340, 2000, 20_000])
 def test_deep_nesting_is_a_400_at_once(levels: int) -> None:
     deep = nested(levels)
-    began = time.monotonic()
+    began = time.process_time()
     with pytest.raises(ApiError, match=f"nests deeper than {MAX_SCHEMA_NESTING} levels") as caught:
         check_schema(deep, PATH)
     assert (caught.value.code, caught.value.param) == ("nesting_too_deep", PATH)
-    assert time.monotonic() - began < 0.1
+    assert time.process_time() - began < 0.1
 
 
 def test_wide_schema_is_checked_in_time() -> None:
     properties = {f"p{i}": {"type": "string", "enum": ["a", "b"]} for i in range(2000)}
     wide: dict[str, Any] = {"type": "object", "properties": properties}
-    began = time.monotonic()
+    began = time.process_time()
     check_schema(wide, PATH)
     wide["properties"]["last"] = {"type": "string", "format": "made-up"}
     with pytest.raises(ApiError, match="not supported"):
         check_schema(wide, PATH)
-    assert time.monotonic() - began < 20.0
+    assert time.process_time() - began < 20.0
 
 
 def test_narrowing_bounds_what_has_no_bound() -> None:

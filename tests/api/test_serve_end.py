@@ -20,7 +20,7 @@ def test_an_idle_server_ends_at_once(tmp_path: Path) -> None:
         idle.read_until(b"ok")
         began = time.monotonic()
         server.signal(signal.SIGTERM)
-        assert server.exit_status(20) == 0
+        assert server.exit_status(60) == 0
         assert time.monotonic() - began < QUICK_S
         assert not server.ready.exists()
         assert f"kvalet: listening on {server.url}\n" in server.log
@@ -29,7 +29,7 @@ def test_an_idle_server_ends_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_stream_may_finish_while_new_work_is_refused(tmp_path: Path, number: int) -> None:
     with ScriptedProcess(tmp_path, drain_s=30.0) as server, Wire(server.address) as stream, Wire(server.address) as other:
-        stream.send(chat_request("text:a later:2.5 text:b stop"))
+        stream.send(chat_request("text:a later:5.0 text:b stop"))
         stream.read_until(b'"content":"a"')
         other.send(raw_request("GET", "/ready"))
         assert other.read_until(b"ready").startswith(b"HTTP/1.1 200")
@@ -41,7 +41,7 @@ def test_a_stream_may_finish_while_new_work_is_refused(tmp_path: Path, number: i
             assert head.startswith(b"http/1.1 503")
             assert b"retry-after: 5\r\n" in head
         assert b'"finish_reason":"stop"' in stream.read_until(b"data: [DONE]\n\n")
-        assert server.exit_status(20) == 0
+        assert server.exit_status(60) == 0
         assert "Traceback" not in server.log
 
 
@@ -64,7 +64,7 @@ def test_an_endless_stream_ends_with_an_error_and_a_closed_body(tmp_path: Path) 
         assert b'"code":"shutdown"' in seen
         assert seen.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
         assert whole.read_all().startswith(b"HTTP/1.1 503")
-        assert server.exit_status(20) == 0
+        assert server.exit_status(60) == 0
         assert 0.6 < time.monotonic() - began < 0.7 + 2.0 + QUICK_S
 
 
@@ -75,14 +75,14 @@ def test_a_second_signal_hurries(tmp_path: Path) -> None:
         server.signal()
         until("the drain has begun", lambda: refuses(server))
         server.signal()
-        assert server.exit_status(20) == 0
+        assert server.exit_status(60) == 0
 
 
 def test_the_loss_of_the_device_ends_the_process_with_70(tmp_path: Path) -> None:
     with ScriptedProcess(tmp_path, drain_s=5.0) as server, Wire(server.address) as wire:
         wire.send(chat_request("text:a lose stop"))
         wire.read_until(b"[DONE]")
-        assert server.exit_status(20) == 70
+        assert server.exit_status(60) == 70
         assert "the device is lost (the script says so)" in server.log
 
 

@@ -130,10 +130,10 @@ async def test_a_stall_would_be_seen() -> None:
             await anyio.Event().wait()
         assert house.scheduler.stalled_s() == 0.0
         house.engine.gate.clear()
-        stream = await house.scheduler.submit(house.spec(SYSTEM, 3, ignore_eos=True))
         began = anyio.current_time()
+        stream = await house.scheduler.submit(house.spec(SYSTEM, 3, ignore_eos=True))
         while house.scheduler.stalled_s() < 0.2:
-            assert anyio.current_time() - began < 5
+            assert anyio.current_time() - began < 30
             await anyio.sleep(0.01)
         assert house.scheduler.stalled_s() <= anyio.current_time() - began + 0.1
         assert house.scheduler.statistics().stalled_s >= 0.2

@@ -19,7 +19,7 @@ SCRIPT = Path(__file__).with_name("scripted_server.py")
 START_S = 60.0
 
 
-def until(what: str, check: Any, timeout_s: float = 10.0) -> Any:
+def until(what: str, check: Any, timeout_s: float = 30.0) -> Any:
     """The first true value of ``check()``. The condition lies in another process, so it is asked for again and again."""
     deadline = time.monotonic() + timeout_s
     while True:
@@ -119,7 +119,7 @@ class Wire:
         self.socket = socket.socket()
         if receive_buffer:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-        self.socket.settimeout(20)
+        self.socket.settimeout(60)
         self.socket.connect(address)
         self.seen = b""
 

@@ -98,6 +98,7 @@ def gaps_of(server: Server, seed: int, seconds: float) -> list[float]:
     return [later - sooner for sooner, later in itertools.pairwise(times)]
 
 
+@pytest.mark.alone
 def test_a_stalled_reader_holds_nobody_back(server: Server) -> None:
     """P24: one reader with a tiny window takes nothing. Eight other streams keep their pace (medians over 3 s each; the case's
     10 % needs a quiet machine, so the bound here is a third, and a ninth for the ninth row), memory stays where it was, and
