@@ -15,7 +15,7 @@ class EngineConfig:
     -1 = choose, 0 = off. ``store_dir`` "" = no disk tier; ``store_bytes`` its cap; ``store_min_free_bytes`` what must stay free
     on that disk. ``store_bytes_per_day``: most bytes written for checkpoints in a day, 0 = no limit. ``checkpoint``: "off"
     writes idle sessions to disk when their room is needed and at the end, "idle" after each turn as well, at the lowest class
-    (pinned sessions always). ``store_optional``: serve without the tier when it cannot be opened (the reason is kept and shown).
+    (pinned sessions always). ``store_optional``: serve without the tier when it cannot be opened (the reason is kept).
     ``threads``: of the model's arithmetic. ``lag`` -1 = the device's default. ``decode_rows``: fixed row count of decode
     calls under ``deterministic``.
     """

@@ -29,6 +29,18 @@ CORE_COUNTERS = {
     "lost_device_pages": "Cached pages that were lost with the device",
     "lost_device_chunks": "Chunks in RAM made useless by pages lost with the device",
     "diverged_turns": "Turns whose prompt differs from their session's history",
+    "written_records": "Session records written to disk",
+    "record_bytes": "Bytes of session records written to disk",
+    "read_records": "Session records read back",
+    "checkpointed_chunks": "Chunks written to disk although nobody needed their room",
+    "lost_pinned_chunks": "Chunks of pinned sessions given up because the disk took none and a turn could not go on",
+}
+REASONS = {
+    "write_failures": "Chunk writes that failed",
+    "read_failures": "Chunk reads that were of no use",
+    "record_failures": "Session records that could not be written",
+    "record_read_failures": "Session records that could not be read or used",
+    "checkpoint_refusals": "Checkpoint writes that the disk refused",
 }
 """Fields of ``sched.counters.Counters`` that are shown under their own names; the others are shown by other families."""
 DISK_BYTES = ("live", "reserved", "dying", "aside", "stranded")
@@ -77,7 +89,7 @@ def core_families(core: CoreStatistics) -> Iterator[Metric]:
     yield gauge("kvalet_live_transfers", "Transfers under way", by(core.transfers), ("kind",))
     for name, text in CORE_COUNTERS.items():
         yield counter(f"kvalet_{name}", text, alone(core.counters[name]))
-    for name, text in (("write_failures", "Chunk writes that failed"), ("read_failures", "Chunk reads that were of no use")):
+    for name, text in REASONS.items():
         yield counter(f"kvalet_{name}", text, by(core.counters[name]), ("reason",))
 
 

@@ -10,7 +10,7 @@ from asgi import CHAT, CHAT_PATH, client, error_of, whole
 from kvalet.api.engine_metrics import engine_families
 from kvalet.api.memory_plan import MemoryPlan
 from kvalet.api.metrics import ServerMetrics
-from kvalet.api.tier_metrics import CORE_COUNTERS
+from kvalet.api.tier_metrics import CORE_COUNTERS, REASONS
 from kvalet.runtime.plan import StepResult
 from kvalet.sched.counters import CoreStatistics, Counters
 from kvalet.sched.histograms import LAG_MS, Histogram
@@ -66,7 +66,8 @@ def a_day() -> Stats:
 
 def core() -> CoreStatistics:
     counters = {item.name: getattr(Counters(), item.name) for item in fields(Counters)}
-    counters.update(spilled_chunks=6, write_failures={"enospc": 1}, read_failures={}, ended={})
+    counters.update({name: {} for name in REASONS})
+    counters.update(spilled_chunks=6, write_failures={"enospc": 1}, ended={})
     return CoreStatistics(
         turns={"queued": 3, "decoding": 2, "paused": 1}, queue_length=3, steps_in_flight=1,
         pages=PageStatistics(100, 40, 55, 5), idle_pages=20, ram=RamStatistics(10, 1, 2, 3, 4),
@@ -149,9 +150,9 @@ def test_names_are_not_given_twice() -> None:
 
 def test_every_core_counter_is_shown() -> None:
     """Those without a line of their own here are shown by other families, or are inner figures."""
-    elsewhere = {"events", "steps", "accepted", "refused", "ended", "preemptions", "written_bytes", "write_failures",
-                 "read_bytes", "read_failures", "stale_results"}  # fmt: skip
-    assert {item.name for item in fields(Counters)} == set(CORE_COUNTERS) | elsewhere
+    elsewhere = {"events", "steps", "accepted", "refused", "ended", "preemptions", "written_bytes", "read_bytes",
+                 "stale_results"}  # fmt: skip
+    assert {item.name for item in fields(Counters)} == set(CORE_COUNTERS) | set(REASONS) | elsewhere
 
 
 def test_histograms_are_cumulative_and_in_seconds() -> None:

@@ -19,7 +19,7 @@ from kvalet.store.ids import chunk_key
 from schedsim import walk
 from schedworld import World
 
-MAX_WALKS = 60
+MAX_WALKS = 160
 EVENTS = 400
 DETECTED = (AssertionError, RuntimeError, LookupError)  # not TypeError: a patch that does not fit proves nothing
 """A wrong answer or invariant, a defect noticed by core or engine, something missing."""
@@ -134,10 +134,10 @@ def test_steps_in_flight_lease_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A turn that ends while its step runs gives its pages away at once."""
     real = lifecycle.release
 
-    def careless(board: Board, turn: Turn, upto: int) -> None:
+    def careless(board: Board, turn: Turn, upto: int) -> Any:
         steps, board.steps = board.steps, []
         try:
-            real(board, turn, upto)
+            return real(board, turn, upto)
         finally:
             board.steps = steps
 
