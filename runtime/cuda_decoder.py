@@ -1,19 +1,18 @@
-"""The Llama-family decoder on one CUDA device: packed weights, fused kernels, attention by plan; decode in CUDA graphs.
+"""The Llama-family decoder of the device engine: stacked weights, fused kernels, attention by plan.
 
 ``CudaDecoder.hidden`` is one packed forward for any mix of rows; what differs between decode and prefill is the attention plan.
-Weights are packed per layer (q, k, v in one matrix; gate, up in one) so that a layer is four matrix products.
+Nothing in here knows CUDA: the kernels are those of the ``DeviceOps`` it is given.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
-from kvalet.runtime import attn_flashinfer as fi
-from kvalet.runtime.attn_flashinfer import PrefillPlan
-from kvalet.runtime.qkv_triton import qkv_to_pages
+from kvalet.runtime.device_ops import DeviceOps
+from kvalet.runtime.plain_weights import PlainLayer, PlainWeights
+from kvalet.runtime.rope import rope_frequencies
+from kvalet.runtime.spec import ModelSpec
 from torch import Tensor
 from torch.nn import functional
 
@@ -21,129 +20,66 @@ Attend = Callable[[int, Tensor, Tensor], Tensor]
 """(layer, q [n, heads, dim], out of the same shape) -> out."""
 
 
-@dataclass(frozen=True, slots=True)
-class DecoderShape:
-    """Sizes of a Llama-family decoder. ``qk_norm``: RMSNorm of q and k per head (Qwen3)."""
-
-    n_layers: int
-    hidden: int
-    n_q_heads: int
-    n_kv_heads: int
-    head_dim: int
-    ffn: int
-    vocab: int
-    eps: float = 1e-6
-    rope_base: float = 1e6
-    qk_norm: bool = False
-    tied: bool = False
-
-    @property
-    def qkv_width(self) -> int:
-        return (self.n_q_heads + 2 * self.n_kv_heads) * self.head_dim
-
-
-QWEN3_8B = DecoderShape(36, 4096, 32, 8, 128, 12288, 151936, qk_norm=True)
-
-
-@dataclass(slots=True)
-class LayerWeights:
-    """Matrices as stored for ``x @ w.T``: qkv [qkv_width, hidden], out [hidden, heads * dim], gate_up [2 * ffn, hidden],
-    down [hidden, ffn]; norms [hidden]; qk_norm [2, head_dim] (q, then k) or None."""
-
-    qkv: Tensor
-    out: Tensor
-    gate_up: Tensor
-    down: Tensor
-    norm_in: Tensor
-    norm_post: Tensor
-    qk_norm: Tensor | None = None
-
-
-@dataclass(slots=True)
-class PackedWeights:
-    embed: Tensor
-    head: Tensor
-    norm: Tensor
-    layers: list[LayerWeights]
-
-    @property
-    def matrix_bytes(self) -> int:
-        """Bytes that one decode step reads: all matrices and the head, not the embedding table."""
-        return self.head.nbytes + sum(
-            w.nbytes for layer in self.layers for w in (layer.qkv, layer.out, layer.gate_up, layer.down)
-        )
-
-
-def random_weights(
-    shape: DecoderShape, device: torch.device, dtype: torch.dtype = torch.bfloat16, seed: int = 0
-) -> PackedWeights:
-    """Random weights of a real shape (``--load-format dummy``): scaled so that activations stay finite at any depth."""
-    generator = torch.Generator(device=device).manual_seed(seed)
-
-    def matrix(rows: int, columns: int) -> Tensor:
-        w = torch.empty(rows, columns, dtype=dtype, device=device)
-        return w.normal_(0, 1 / math.sqrt(columns), generator=generator)
-
-    def ones(n: int) -> Tensor:
-        return torch.ones(n, dtype=dtype, device=device)
-
-    layers = [
-        LayerWeights(
-            matrix(shape.qkv_width, shape.hidden),
-            matrix(shape.hidden, shape.n_q_heads * shape.head_dim),
-            matrix(2 * shape.ffn, shape.hidden),
-            matrix(shape.hidden, shape.ffn),
-            ones(shape.hidden),
-            ones(shape.hidden),
-            ones(2 * shape.head_dim).view(2, -1) if shape.qk_norm else None,
-        )
-        for _ in range(shape.n_layers)
-    ]
-    embed = matrix(shape.vocab, shape.hidden)
-    return PackedWeights(embed, embed if shape.tied else matrix(shape.vocab, shape.hidden), ones(shape.hidden), layers)
-
-
-def rope_table(head_dim: int, base: float, positions: int, device: torch.device) -> Tensor:
-    """fp32 [positions, head_dim]: cosines, then sines."""
-    frequencies = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+def rope_table(spec: ModelSpec, positions: int, factors: Tensor | None, device: torch.device) -> Tensor:
+    """float32 [positions, head_dim]: cosines, then sines, the attention factor of yarn in both."""
+    frequencies = rope_frequencies(spec.rope, spec.head_dim, positions - 1, factors)
     angles = torch.outer(torch.arange(positions, dtype=torch.float64), frequencies)
-    return torch.cat((angles.cos(), angles.sin()), dim=-1).float().to(device)
+    table = torch.cat((angles.cos(), angles.sin()), dim=-1) * spec.rope.attention_factor
+    return table.float().to(device)
+
+
+def matrix_bytes(weights: PlainWeights) -> int:
+    """Bytes that one decode step reads: all matrices and the head, not the embedding table beside it."""
+    layers = (matrix.nbytes for w in weights.layers for matrix in (w.qkv, w.out, w.gate_up, w.down))
+    return weights.head.nbytes + sum(layers)
 
 
 class CudaDecoder:
-    """One model on one CUDA device. Not thread-safe: driven from the engine thread."""
+    """One model on one device. Holds no state of rows. Not thread-safe: driven from the engine thread."""
 
-    def __init__(self, shape: DecoderShape, weights: PackedWeights, pool: Tensor, max_positions: int) -> None:
-        if pool.shape[1] != shape.n_layers or pool.shape[4:] != (shape.n_kv_heads, shape.head_dim):
+    def __init__(self, spec: ModelSpec, weights: PlainWeights, pool: Tensor, positions: int, ops: DeviceOps) -> None:
+        """``pool``: see ``CudaPool.pages``. ``positions``: how many the rope table covers (one more than the context, for the
+        surplus token)."""
+        if pool.shape[1] != spec.n_layers or pool.shape[4:] != (spec.n_kv_heads, spec.head_dim):
             raise ValueError(f"the pool {tuple(pool.shape)} is not of this model's shape")
-        self.shape, self.weights, self.pool = shape, weights, pool
-        self.cos_sin = rope_table(shape.head_dim, shape.rope_base, max_positions, pool.device)
+        self.spec, self.weights, self.pool, self.ops = spec, weights, pool, ops
+        self.cos_sin = rope_table(spec, positions, weights.rope_factors, pool.device)
+        self._still = torch.cat((torch.ones(1, spec.head_dim // 2), torch.zeros(1, spec.head_dim // 2)), dim=-1).to(pool.device)
+        self._qk_norms = [_joined(layer) for layer in weights.layers]
 
     def hidden(self, ids: Tensor, positions: Tensor, dest: Tensor, attend: Attend) -> Tensor:
-        """Final normed states [n, hidden] of ``n`` tokens; their K and V are written to the places ``dest``."""
-        shape = self.shape
+        """Final normed states [n, hidden] of ``n`` tokens; their K and V are written to the places ``dest``. int64 [n] each."""
+        spec, ops = self.spec, self.ops
         n = ids.shape[0]
         residual = functional.embedding(ids, self.weights.embed)
-        q = residual.new_empty(n, shape.n_q_heads, shape.head_dim)
+        q = residual.new_empty(n, spec.n_q_heads, spec.head_dim)
         attended = torch.empty_like(q)
-        activated = residual.new_empty(n, shape.ffn)
+        activated = residual.new_empty(n, spec.ffn)
         layers = self.weights.layers
-        x = fi.rmsnorm(residual, layers[0].norm_in, shape.eps)
+        nowhere = torch.zeros_like(positions) if spec.nope_layers else positions
+        x = ops.rmsnorm(residual, layers[0].norm_in, spec.eps)
         for number, layer in enumerate(layers):
-            qkv = functional.linear(x, layer.qkv)
-            qkv_to_pages(qkv, self.pool, number, dest, positions, self.cos_sin, shape.n_q_heads, layer.qk_norm, shape.eps, q)
-            x = functional.linear(attend(number, q, attended).view(n, -1), layer.out)
-            fi.add_rmsnorm(x, residual, layer.norm_post, shape.eps)
-            x = functional.linear(fi.silu_mul(functional.linear(x, layer.gate_up), activated), layer.down)
+            qkv = functional.linear(x, layer.qkv, layer.qkv_bias)
+            still = number in spec.nope_layers  # not rotated: the angle of position 0
+            table, at = (self._still, nowhere) if still else (self.cos_sin, positions)
+            ops.qkv_to_pages(qkv, self.pool, number, dest, at, table, self._qk_norms[number], spec.eps, q)
+            x = functional.linear(attend(number, q, attended).view(n, -1), layer.out, layer.out_bias)
+            ops.add_rmsnorm(x, residual, layer.norm_post, spec.eps)
+            x = ops.silu_mul(functional.linear(x, layer.gate_up, layer.gate_up_bias), activated)
+            x = functional.linear(x, layer.down, layer.down_bias)
             after = layers[number + 1].norm_in if number + 1 < len(layers) else self.weights.norm
-            fi.add_rmsnorm(x, residual, after, shape.eps)
+            ops.add_rmsnorm(x, residual, after, spec.eps)
         return x
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[n, hidden] -> [n, vocab], in the weights' dtype."""
-        return functional.linear(hidden, self.weights.head)
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """[n, hidden] -> [n, vocab], in the weights' dtype; into ``out`` if it is given."""
+        if out is None:
+            return functional.linear(hidden, self.weights.head)
+        return torch.mm(hidden, self.weights.head.t(), out=out)
 
 
-def prefill(decoder: CudaDecoder, plan: PrefillPlan, ids: Tensor, positions: Tensor, dest: Tensor) -> Tensor:
-    """Hidden states of a packed prefill whose plan is set."""
-    return decoder.hidden(ids, positions, dest, plan.run)
+def _joined(layer: PlainLayer) -> Tensor | None:
+    """[2, head_dim]: weights of the q and the k norm, or None."""
+    if layer.q_norm is None or layer.k_norm is None:
+        return None
+    return torch.stack((layer.q_norm, layer.k_norm))
