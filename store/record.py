@@ -132,7 +132,8 @@ def encode(record: Record, home: RecordHome, written_ns: int) -> bytes:
     """The whole file. ValueError if it cannot be told: too long, ids beyond 32 bits, text that is not Unicode."""
     try:
         body = orjson.dumps(_map_of(record)) + ids_le(record.ids)
-    except (TypeError, OverflowError) as error:
+        kind = KINDS[record.kind]
+    except (TypeError, OverflowError, KeyError) as error:
         raise ValueError(f"a record that cannot be written: {error}") from error
     map_bytes = len(body) - 4 * len(record.ids)
     body += b"".join(record.chunk_keys)
@@ -142,7 +143,7 @@ def encode(record: Record, home: RecordHome, written_ns: int) -> bytes:
         RECORD_MAGIC,
         FORMAT_VERSION,
         RECORD_HEADER_BYTES,
-        KINDS[record.kind],
+        kind,
         CODEC_RAW,
         DIGEST_XXH3_128,
         FLAG_PINNED * record.pinned,

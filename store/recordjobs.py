@@ -34,7 +34,7 @@ def admit_record(state: StoreState, job: int, record: Record, done: Done, klass:
         state.answer(done, WriteOver(job, "record", is_record=True))
         return
     parent = parent_key(state, record.keys[-1]) if record.keys else state.books.root
-    n_bytes = round_block(size_bound(record))
+    n_bytes = round_block(min(size_bound(record), MAX_RECORD_BYTES))
     reason = _refuse(state, record, file, n_bytes, parent, klass)
     if not reason:
         room = state.books.reserve(n_bytes, state.spare_bytes, record=True)
@@ -60,8 +60,6 @@ def _refuse(state: StoreState, record: Record, file: FileName, n_bytes: int, par
     flying = state.board.get(file.index_key)
     if flying is not None and flying.stage not in (Stage.FAILED, Stage.DURABLE):
         return "busy"
-    if n_bytes > MAX_RECORD_BYTES and 4 * len(record.ids) + 32 * len(record.chunk_keys) > MAX_RECORD_BYTES:
-        return "record"
     has = state.books.has
     missing = [key for key in record.keys if not has(key)]
     coming = state.board.get(parent)
