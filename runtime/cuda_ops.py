@@ -5,7 +5,8 @@ Importing this needs flashinfer and triton (extra ``[cuda]``); nothing else in r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from kvalet.runtime import attn_flashinfer as fi
@@ -73,8 +74,14 @@ class CudaOps:
             step()
         return graph.replay
 
-    def event(self) -> torch.cuda.Event:
-        return torch.cuda.Event()
+    def event(self, *, blocking: bool = False) -> torch.cuda.Event:
+        return torch.cuda.Event(blocking=blocking)
+
+    @contextmanager
+    def copy_stream(self) -> Iterator[None]:
+        torch.cuda.set_device(self.device)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            yield
 
     def pinned(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int64).pin_memory()

@@ -8,7 +8,6 @@ events.
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import threading
 import time
@@ -17,10 +16,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from kvalet.runtime.errors import EngineError
+from kvalet.runtime.cuda_slab import RegisteredSlab
+from kvalet.runtime.device_ops import DeviceEvent, DeviceOps
+from kvalet.runtime.errors import DeviceLostText, EngineError
 from kvalet.runtime.geometry import KVGeometry
 from kvalet.runtime.kvpool import POISON_BYTE, TORCH_DTYPES, page_runs
-from kvalet.runtime.slab import Slab
 from kvalet.runtime.transfer import zero_unused
 from torch import Tensor
 
@@ -64,38 +64,6 @@ class CudaPool:
         return torch.tensor(list(pages), dtype=torch.int64, device=self.bytes.device)  # of none, torch would guess float
 
 
-class RegisteredSlab:
-    """A slab whose memory is registered with CUDA, in pieces of whole slots (no copy may cross two registrations), so that DMA
-    reads and writes it in place."""
-
-    PIECE_BYTES = 1 << 30
-
-    def __init__(self, slab: Slab) -> None:
-        """Raises EngineError if the driver refuses (the memlock limit is the usual reason)."""
-        self.slab = slab
-        whole = (ctypes.c_uint8 * slab.n_bytes).from_address(slab.address)
-        self._tensor = torch.frombuffer(whole, dtype=torch.uint8)
-        self._pieces: list[int] = []
-        piece = max(1, self.PIECE_BYTES // slab.slot_bytes) * slab.slot_bytes
-        for start in range(0, slab.n_bytes, piece):
-            length = min(piece, slab.n_bytes - start)
-            code = int(torch.cuda.cudart().cudaHostRegister(slab.address + start, length, 0))
-            if code:
-                self.close()
-                raise EngineError(f"registering {length} bytes of the slab with CUDA failed (error {code}): check `ulimit -l`")
-            self._pieces.append(slab.address + start)
-
-    def payload(self, slot: int, geometry: KVGeometry) -> Tensor:
-        """The slot's chunk as [chunk_pages, page_stride_bytes] uint8."""
-        begin = (slot + 1) * self.slab.slot_bytes - geometry.chunk_bytes
-        return self._tensor[begin : begin + geometry.chunk_bytes].view(geometry.chunk_pages, geometry.page_stride_bytes)
-
-    def close(self) -> None:
-        """Unregister. Only after the copier is closed."""
-        while self._pieces:
-            torch.cuda.cudart().cudaHostUnregister(self._pieces.pop())
-
-
 @dataclass(frozen=True, slots=True)
 class _Copy:
     """``runs``: (first pool page, first slot page, how many). ``last``: the slot page in which ``n_tokens`` tokens end (0: all
@@ -106,6 +74,13 @@ class _Copy:
     done: Done
     last: int = 0
     n_tokens: int = 0
+
+
+def copy_error(failure: Exception, *, waited: bool = False) -> str:
+    """Why the copy failed. What the runtime of the device raises, and whatever comes out of waiting for an event, means that the
+    device is lost: CUDA's errors stay. Anything else (a page or slot that does not exist) is of this copy alone."""
+    text = f"{type(failure).__name__}: {failure}"
+    return DeviceLostText(text) if waited or isinstance(failure, torch.AcceleratorError) else text
 
 
 def copy_runs(pages: Sequence[int], slot_pages: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
@@ -120,9 +95,9 @@ def copy_runs(pages: Sequence[int], slot_pages: Sequence[int]) -> tuple[tuple[in
 class CudaCopier:
     """``sched.ports.CopierPort`` on CUDA. ``done`` is called once per copy, on the direction's thread."""
 
-    def __init__(self, pool: CudaPool, slab: RegisteredSlab, in_flight_bytes: int = IN_FLIGHT_BYTES) -> None:
-        self._out = _Direction("out", pool, slab, False, in_flight_bytes)
-        self._in = _Direction("in", pool, slab, True, in_flight_bytes)
+    def __init__(self, pool: CudaPool, slab: RegisteredSlab, ops: DeviceOps, in_flight_bytes: int = IN_FLIGHT_BYTES) -> None:
+        self._out = _Direction("out", pool, slab, ops, False, in_flight_bytes)
+        self._in = _Direction("in", pool, slab, ops, True, in_flight_bytes)
 
     def copy_out(self, pages: Sequence[int], slot: int, first_page: int, done: Done, n_tokens: int = 0) -> None:
         """As ``transfer.Copier.copy_out``; the zeroing is done in the slot when the copy has arrived."""
@@ -141,10 +116,12 @@ class CudaCopier:
 class _Direction:
     """One stream, one queue, one thread. The queue is bounded by the scheduler: each copy leases pages of the pool."""
 
-    def __init__(self, name: str, pool: CudaPool, slab: RegisteredSlab, inward: bool, in_flight_bytes: int) -> None:
-        self._pool, self._slab, self._inward, self._limit = pool, slab, inward, in_flight_bytes
+    def __init__(
+        self, name: str, pool: CudaPool, slab: RegisteredSlab, ops: DeviceOps, inward: bool, in_flight_bytes: int
+    ) -> None:
+        self._pool, self._slab, self._ops, self._inward, self._limit = pool, slab, ops, inward, in_flight_bytes
         self._waiting: deque[_Copy] = deque()
-        self._issued: deque[tuple[_Copy, int, torch.cuda.Event, float]] = deque()
+        self._issued: deque[tuple[_Copy, int, DeviceEvent, float]] = deque()
         self._issued_bytes = 0
         self._changed = threading.Condition()
         self._closed = False
@@ -167,9 +144,7 @@ class _Direction:
             self._thread.join()
 
     def _run(self) -> None:
-        torch.cuda.set_device(self._pool.bytes.device)
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
+        with self._ops.copy_stream():
             while (copy := self._next()) is not None or self._issued:
                 if copy is None or self._closed:
                     if copy is not None:
@@ -178,9 +153,9 @@ class _Direction:
                         self._finish_oldest()
                     continue
                 try:
-                    self._issue(copy, stream)
+                    self._issue(copy)
                 except (RuntimeError, IndexError) as failure:  # a copy that cannot be queued fails; the direction lives
-                    copy.done(f"{type(failure).__name__}: {failure}", 0.0)
+                    copy.done(copy_error(failure), 0.0)
                 while self._issued_bytes > self._limit:
                     self._finish_oldest()
 
@@ -191,7 +166,7 @@ class _Direction:
                 self._changed.wait()
             return self._waiting.popleft() if self._waiting else None
 
-    def _issue(self, copy: _Copy, stream: torch.cuda.Stream) -> None:
+    def _issue(self, copy: _Copy) -> None:
         started = time.perf_counter()
         payload = self._slab.payload(copy.slot, self._pool.geometry)
         moved = 0
@@ -202,8 +177,8 @@ class _Direction:
             else:
                 on_host.copy_(on_device, non_blocking=True)
             moved += on_host.nbytes
-        event = torch.cuda.Event(blocking=True)
-        event.record(stream)
+        event = self._ops.event(blocking=True)
+        event.record()
         self._issued.append((copy, moved, event, started))
         self._issued_bytes += moved
 
@@ -213,8 +188,8 @@ class _Direction:
         error: str | None = None
         try:
             event.synchronize()
-        except RuntimeError as failure:  # the device is lost; the engine thread finds out by itself
-            error = f"{type(failure).__name__}: {failure}"
+        except RuntimeError as failure:
+            error = copy_error(failure, waited=True)
         if error is None and copy.n_tokens:
             geometry = self._pool.geometry
             zero_unused(self._slab.payload(copy.slot, geometry)[copy.last].numpy(), geometry, copy.n_tokens)

@@ -8,6 +8,7 @@ device, its twin: the whole engine runs on it in the tests.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -89,7 +90,13 @@ class DeviceOps(Protocol):
         """Run ``step`` (which reads and writes buffers that never move) and return what runs it again."""
         ...
 
-    def event(self) -> DeviceEvent: ...
+    def event(self, *, blocking: bool = False) -> DeviceEvent:
+        """``blocking``: whoever waits for it sleeps instead of spinning."""
+        ...
+
+    def copy_stream(self) -> AbstractContextManager[None]:
+        """Inside, the calling thread's copies and events are ordered among themselves and beside all other work."""
+        ...
 
     def pinned(self, *shape: int) -> Tensor:
         """Zeroed int64 host memory that the device copies from and to without waiting."""

@@ -7,6 +7,7 @@ here either, so what reads them too late is wrong here as well.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from kvalet.runtime.page_tables import PageTables
@@ -99,8 +100,11 @@ class PlainOps:
         step()
         return step
 
-    def event(self) -> PlainEvent:
+    def event(self, *, blocking: bool = False) -> PlainEvent:
         return PlainEvent()
+
+    def copy_stream(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def pinned(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int64)

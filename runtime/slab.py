@@ -33,9 +33,17 @@ class Slab:
     Views are memoryviews into the mapping: they copy nothing and are valid until ``close``.
     """
 
-    def __init__(self, geometry: KVGeometry, n_slots: int, *, threads: int = 4, progress: Progress | None = None) -> None:
-        """Map and populate. Raises ValueError for ``n_slots`` < 1 (a tier of no slots has no slab), SlabError if the system
-        does not give the memory. A control group's limit is enforced by the kernel while populating: by killing the process."""
+    def __init__(
+        self,
+        geometry: KVGeometry,
+        n_slots: int,
+        *,
+        threads: int = 4,
+        progress: Progress | None = None,
+        populate: bool = True,
+    ) -> None:
+        """Map and populate (``populate`` False: the caller does, piece by piece). Raises ValueError for ``n_slots`` < 1 (a tier
+        of no slots has no slab), SlabError if the system does not give the memory. A control group's limit is enforced by the kernel while populating: by killing the process."""
         if n_slots < 1:
             raise ValueError(f"a slab needs at least 1 slot, not {n_slots}")
         self.n_slots = n_slots
@@ -48,11 +56,19 @@ class Slab:
         for advice in ("MADV_HUGEPAGE", "MADV_DONTDUMP"):
             _advise(self._map, advice)
         try:
-            _populate(self._map, threads, progress)
-        except OSError as error:
+            if populate:
+                self.populate(0, self.n_bytes, threads, progress)
+        except SlabError:
             self._map.close()
-            raise SlabError(f"no memory for a slab of {n_slots} slots, {self.n_bytes} bytes: {error}") from error
+            raise
         self._view = memoryview(self._map)
+
+    def populate(self, start: int, length: int, threads: int, progress: Progress | None = None) -> None:
+        """Take memory for [start, start + length) from the system. SlabError if it has none."""
+        try:
+            _populate(_address(self._map) + start, length, threads, progress)
+        except OSError as error:
+            raise SlabError(f"no memory for a slab of {self.n_slots} slots, {self.n_bytes} bytes: {error}") from error
 
     def view(self, slot: int) -> memoryview:
         """The whole slot, writable: header block and payload. Raises IndexError outside 0..n_slots-1."""
@@ -95,10 +111,8 @@ def _advise(mapping: mmap.mmap, name: str) -> None:
             pass
 
 
-def _populate(mapping: mmap.mmap, threads: int, progress: Progress | None) -> None:
+def _populate(base: int, total: int, threads: int, progress: Progress | None) -> None:
     """Touch every page, piece by piece on several threads (one thread zeroes about 2 GB/s)."""
-    total = len(mapping)
-    base = _address(mapping)
     done = 0
     with ThreadPoolExecutor(max(1, threads), thread_name_prefix="kvalet-slab") as pool:
         pieces = {
