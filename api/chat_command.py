@@ -78,7 +78,10 @@ class Client:
             request = urllib.request.Request(self.url + path, data=body, headers=headers)
             reply = urllib.request.urlopen(request, timeout=TIMEOUT_S)
         except urllib.error.HTTPError as error:
-            raise ChatError(server_message(error)) from None
+            hint = ""
+            if error.code == 404 and not self.url.endswith("/v1"):
+                hint = f" (is the base URL {self.url}/v1?)"
+            raise ChatError(server_message(error) + hint) from None
         except (OSError, ValueError) as error:
             reason = getattr(error, "reason", error)
             raise ChatError(f"no server answers at {self.url} ({reason}): start one with `kvalet serve`") from None

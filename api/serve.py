@@ -22,6 +22,7 @@ from kvalet.api.app import build_app
 from kvalet.api.config import ServerConfig
 from kvalet.api.listener import Listener
 from kvalet.api.ports import ServedEnginePort
+from kvalet.sched.status import DrainReport
 
 LOGGER = logging.getLogger("kvalet.serve")
 EXIT_DEVICE_LOST = 70
@@ -94,8 +95,20 @@ async def drain(engine: ServedEnginePort, seconds: float, ending: Ending) -> Non
     async with anyio.create_task_group() as group:
         group.start_soon(hurried, group.cancel_scope)
         report = await engine.drain(seconds)
-        LOGGER.info("drained: %s", report)
+        LOGGER.info("drained: %s", drained_words(report))
         group.cancel_scope.cancel()
+
+
+def drained_words(report: DrainReport) -> str:
+    """What a drain left behind, for the log."""
+    if report.left_behind is None:
+        return "how much did not reach the disk is not known"
+    words = f"{report.left_behind} chunks did not reach the disk" if report.left_behind else "nothing is left to do"
+    if report.records_left:
+        words += f", {report.records_left} sessions are not recorded to their end"
+    if report.lost_pages or report.lost_chunks:
+        words += f", {report.lost_pages} pages and {report.lost_chunks} chunks went with the device"
+    return words
 
 
 @contextlib.contextmanager

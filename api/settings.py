@@ -202,5 +202,5 @@ def explained(error: ValidationError, file: Path | None) -> str:
     if first["type"] == "extra_forbidden":
         return f"{key} = {first['input']!r} in {file or 'the settings'} is no setting of kvalet"
     flag = "--" + key.split(".")[0].replace("_", "-")
-    message = first["msg"].removeprefix("Value error, ")
+    message = first["msg"].removeprefix("Value error, ").replace("Input should", "it must")
     return f"{key} = {first['input']!r}: {message} (flag {flag}, {PREFIX}{key.split('.')[0].upper()}, or {DEFAULT_FILE})"

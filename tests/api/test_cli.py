@@ -176,3 +176,8 @@ def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:
     assert "start one with `kvalet serve`" in capsys.readouterr().err
     with pytest.raises(ChatError):
         Client("nonsense").find_model()
+
+
+def test_a_base_url_without_its_end_is_hinted_at(server: ScriptedProcess) -> None:
+    with pytest.raises(ChatError, match=f"is the base URL {server.url}/v1"):
+        Client(server.url).find_model()

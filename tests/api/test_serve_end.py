@@ -7,6 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
+from kvalet.api.serve import drained_words
+from kvalet.sched.status import DrainReport
 from scriptedproc import ScriptedProcess, Wire, chat_request, raw_request, until
 
 QUICK_S = 5.0
@@ -24,6 +26,7 @@ def test_an_idle_server_ends_at_once(tmp_path: Path) -> None:
         assert time.monotonic() - began < QUICK_S
         assert not server.ready.exists()
         assert f"kvalet: listening on {server.url}\n" in server.log
+        assert "drained: nothing is left to do" in server.log
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -66,6 +69,19 @@ def test_an_endless_stream_ends_with_an_error_and_a_closed_body(tmp_path: Path) 
         assert whole.read_all().startswith(b"HTTP/1.1 503")
         assert server.exit_status(60) == 0
         assert 0.6 < time.monotonic() - began < 0.7 + 2.0 + QUICK_S
+
+
+@pytest.mark.parametrize(
+    ("report", "words"),
+    [
+        (DrainReport(True, 0), "nothing is left to do"),
+        (DrainReport(False, None), "how much did not reach the disk is not known"),
+        (DrainReport(True, 3, records_left=2), "3 chunks did not reach the disk, 2 sessions are not recorded to their end"),
+        (DrainReport(True, 0, lost_pages=1, lost_chunks=4), "nothing is left to do, 1 pages and 4 chunks went with the device"),
+    ],
+)
+def test_what_a_drain_left_behind_is_said_in_words(report: DrainReport, words: str) -> None:
+    assert drained_words(report) == words
 
 
 def test_a_second_signal_hurries(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import anyio
 from kvalet.api.errors import ApiError
 from kvalet.api.requests import ChatRequest, CompletionRequest, Delta, TextDelta, TurnEnd
 from kvalet.runtime.plan import TokenLogprob
+from kvalet.sched.status import DrainReport
 from kvalet.sched.turns import EndReason, TurnReport
 
 VOCAB = 300
@@ -158,7 +159,7 @@ class ScriptedEngine:
                 await turn.over.wait()
         for turn in self.turns:
             turn.end(EndReason.SHUTDOWN)
-        return "drained"
+        return DrainReport(True, 0)
 
 
 def refused(message: str, **fields: Any) -> Callable[[Any], Iterable[Step]]:
