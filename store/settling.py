@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from kvalet.store.admission import parent_key
 from kvalet.store.entries import Entry, keys_of
 from kvalet.store.janitor import Burial, Gate
@@ -16,9 +18,30 @@ KEEP = frozenset({"resources", "cancelled", "deadline", "closed", "quarantined",
 ASIDE = frozenset({"size", "header", "payload", "key"})
 """The file is damaged, or stands under a wrong name: moved to bad/. Others (identity, foreign, io) keep their place, are
 never read again, and are evicted first."""
+WARN_EVERY_S = 60.0
+log = logging.getLogger(__name__)
 
 
 def settle_read(state: StoreState, over: ReadOver) -> ReadResult | RecordResult:
+    result = _booked(state, over)
+    _warn(state, over)
+    return result
+
+
+def _warn(state: StoreState, over: ReadOver) -> None:
+    """Tell of damage, at most once in WARN_EVERY_S: the counters have all of it. Not under the lock."""
+    for outcome in over.outcomes:
+        if outcome.file is not None and outcome.reason in ASIDE | {"io"} and state.clock() >= state.warn_from_s:
+            state.warn_from_s = state.clock() + WARN_EVERY_S
+            log.warning(
+                "store: %s is refused (%s) and will be computed again; more of it in the next minute is only counted "
+                "(`kvalet store check --read-data` names every bad file)",
+                outcome.file.name,
+                outcome.reason,
+            )
+
+
+def _booked(state: StoreState, over: ReadOver) -> ReadResult | RecordResult:
     read, last = over.read, over.outcomes[-1]
     with state.lock:
         state.unsettled -= 1

@@ -118,6 +118,8 @@ class StoreState:
         self.touched: dict[str, tuple[FileName, int]] = {}
         self.gone: list[ChunkKey] = []
         self.unsettled = 0
+        self.warn_from_s = 0.0
+        """On ``clock``: from then on damage is logged again. Of the loop thread alone."""
         self.lost_pins = 0
         """Pinned records that could not be read at open."""
         self.spare_bytes = UNKNOWN_SPARE

@@ -40,6 +40,22 @@ def test_damage_is_refused_once_and_healed_by_the_next_write(tmp_path: Path, nam
         rig.quiet()
 
 
+def test_damage_is_told_once_in_a_minute(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Rig(tmp_path / "s") as rig:
+        now = [1000.0]
+        rig.store._state.clock = lambda: now[0]
+        metas = rig.chain(3)
+        rig.write(metas)
+        for meta in metas:
+            flip(rig.path(meta), 5000)
+        told = []
+        for meta, later in zip(metas, (0.0, 59.0, 1.0), strict=True):
+            now[0] += later
+            assert rig.read(meta) == "payload"
+            told.append(sum("is refused (payload)" in record.getMessage() for record in caplog.records))
+        assert told == [1, 1, 2]
+
+
 def test_every_truncation_of_a_tail_is_refused(tmp_path: Path) -> None:
     """B2 at file level, in steps of a sector and around each edge."""
     with Rig(tmp_path / "s", bad_files=4) as rig:
