@@ -65,7 +65,7 @@ bench-store: setup
 
 # MINUTES=10: sessions spilled, restored, evicted and killed on one directory whose disk fails in 5 % of all calls.
 soak-store: setup
-	@.ci/stage "soak of the store" $(PY) tests/store/soak.py --minutes $(or $(MINUTES),10) $(ARGS)
+	@.ci/stage "soak of the store" $(PY) tests/support/storesoak.py --minutes $(or $(MINUTES),10) $(ARGS)
 
 # On a machine with a CUDA device and flashinfer (extra [cuda]); elsewhere both fail.
 gpu-test: setup

@@ -6,7 +6,9 @@ The clerk does no I/O, so a refusal is told at once even when every reader hangs
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from kvalet.store import janitor, layout, recordchores, scan
 from kvalet.store.directory import write_probe
@@ -70,25 +72,36 @@ def janitor_loop(state: StoreState) -> None:
             garbage = list(state.tmp_garbage)
             state.tmp_garbage.clear()
             stopping = state.janitor_stopping
-        try:
-            discard_all(state, garbage)
-            for burial in burials:
-                _bury(state, burial)
-            _timed(state, timers, last=stopping)
-        except Exception:  # a defect in a chore must not end the janitor; it is counted like any defect
-            log.exception("store: a chore failed")
-            with state.lock:
-                state.counts.internal += 1
+        _guarded(state, discard_all, state, garbage)
+        for burial in burials:
+            _guarded(state, _bury, state, burial)
+        _guarded(state, partial(_timed, last=stopping), state, timers)
         if stopping and not burials:
             return
 
 
+def _guarded(state: StoreState, chore: Callable[..., object], *args: object) -> None:
+    """One chore's defect ends neither the janitor nor the chores after it; it is counted like any defect."""
+    try:
+        chore(*args)
+    except Exception:
+        log.exception("store: a chore failed")
+        with state.lock:
+            state.counts.internal += 1
+
+
 def _bury(state: StoreState, burial: Burial) -> None:
-    before = state.bad.n_bytes
-    if burial.aside:
-        ok = janitor.set_aside(state.disk, state.bad, burial, state.config, state.wall_ns())
-    else:
-        ok = janitor.bury(state.disk, burial)
+    before, ok = state.bad.n_bytes, False
+    try:
+        if burial.aside:
+            ok = janitor.set_aside(state.disk, state.bad, burial, state.config, state.wall_ns())
+        else:
+            ok = janitor.bury(state.disk, burial)
+    finally:  # whatever happened: who waits for the gate must hear of it
+        _buried(state, burial, ok=ok, before=before)
+
+
+def _buried(state: StoreState, burial: Burial, *, ok: bool, before: int) -> None:
     with state.lock:
         state.books.buried(burial.n_bytes, gone=ok)
         state.spare_bytes += burial.n_bytes if ok and not burial.aside else 0
@@ -127,7 +140,7 @@ def _timed(state: StoreState, timers: Timers, *, last: bool) -> None:
 def _save_budget(state: StoreState, spent: bytes) -> None:
     try:
         write_small(state.disk.root_fd, layout.BUDGET_FILE, spent)
-    except OSError as error:
+    except (OSError, MemoryError) as error:
         log.warning("store: the budget of the day is not written down: %s", explain(error))
 
 
@@ -135,7 +148,7 @@ def measure_free(state: StoreState) -> None:
     """df arithmetic, kept for the loop thread, which must not ask the disk itself."""
     try:
         free = state.disk.io.free_bytes(state.disk.root_fd)
-    except OSError as error:
+    except (OSError, MemoryError) as error:
         log.warning("store: free space unknown: %s", explain(error))
         return
     with state.lock:
@@ -159,7 +172,7 @@ def _touch(state: StoreState, file: FileName, recency: int) -> None:
             state.disk.io.utime(file.name, recency, dir_fd=fd)
         finally:
             state.disk.close_quietly(fd)
-    except OSError as error:
+    except (OSError, MemoryError) as error:
         log.debug("store: recency of %s not written: %s", file.name[:16], explain(error))
 
 
@@ -167,7 +180,7 @@ def _probe(state: StoreState) -> None:
     """Does the disk take writes again?"""
     try:
         write_probe(state.disk, state.disk.data_flags)
-    except OSError as error:
+    except (OSError, MemoryError) as error:
         with state.lock:
             state.write_breaker.probe_failed(state.clock(), explain(error))
         return
@@ -189,7 +202,7 @@ def compare(state: StoreState) -> int:
         for file, st in scan.walk(state.disk):
             if file is not None:
                 found[file.name] = janitor.round_block(st.size)
-    except OSError as error:
+    except (OSError, MemoryError) as error:
         log.warning("store: the walk of the disk failed: %s", explain(error))
         return 0
     drift = 0

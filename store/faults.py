@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import random
 import threading
 from collections import Counter
 from collections.abc import Sequence
@@ -177,6 +179,47 @@ class FaultIO(FileIO):
         return fault.kind
 
     def _half(self, view: Any) -> Any:
-        assert self.fault is not None
         n = len(view) // 2
-        return view[: max(n - n % self.fault.granule, 1)]
+        return view[: max(n - n % (self.fault.granule if self.fault else 512), 1)]
+
+
+EIO, ENOSPC = ("errno", errno.EIO), ("errno", errno.ENOSPC)
+CHANCES: dict[str, tuple[tuple[str, int], ...]] = {
+    "open": (EIO, ("errno", errno.EMFILE), ("errno", errno.ENFILE), ("errno", errno.ENOMEM), ("memory", 0)),
+    "preadv": (EIO, ("short", 0), ("zero", 0), ("lie", 0), ("corrupt", 0), ("memory", 0), ("hang", 0)),
+    "pwritev": (EIO, ENOSPC, ("errno", errno.EDQUOT), ("short", 0), ("zero", 0), ("lie", 0), ("memory", 0), ("hang", 0)),
+    "fdatasync": (EIO, ENOSPC, ("lie", 0), ("hang", 0)),
+    "fsync": (EIO, ENOSPC, ("lie", 0), ("hang", 0)),
+    "rename": (EIO, ENOSPC, ("errno", errno.ENOMEM)),
+}
+"""What may happen to a call; to any other, EIO. No lies about names: whether a file is there is what the books are about."""
+HANG_S = 0.02
+
+
+class RandomFaults(FaultIO):
+    """A disk on which every call fails with probability ``rate``, in any of the ways of CHANCES. ``struck`` counts them by
+    (call, kind). The order of threads is not in the seed, so a seed repeats the mixture, not the run."""
+
+    def __init__(self, rate: float, seed: int) -> None:
+        super().__init__()
+        self.rate = rate
+        self.struck: Counter[tuple[str, str]] = Counter()
+        self._rng = random.Random(seed)
+
+    def _strike(self, op: str, *, direct: bool = False) -> str:
+        with self._lock:
+            if not self.armed:
+                return ""
+            self.calls[op] += 1
+            if self._rng.random() >= self.rate:
+                return ""
+            kind, code = self._rng.choice(CHANCES.get(op, (EIO,)))
+            self.struck[op, kind] += 1
+            self.fired += 1
+        if kind == "errno":
+            raise OSError(code, f"injected: {os.strerror(code)}")
+        if kind == "memory":
+            raise MemoryError("injected")
+        if kind == "hang":
+            self._release.wait(HANG_S)
+        return kind

@@ -76,7 +76,7 @@ def bury(disk: Directory, burial: Burial) -> bool:
             disk.close_quietly(shard_fd)
     except FileNotFoundError:
         return True
-    except OSError as error:
+    except (OSError, MemoryError) as error:
         log.warning("store: %s/%s/%s could not be deleted: %s", file.folder, file.shard, file.name, explain(error))
         return False
     return True
@@ -94,10 +94,13 @@ def set_aside(disk: Directory, bad: BadFolder, burial: Burial, config: StoreConf
             disk.close_quietly(shard_fd)
     except FileNotFoundError:
         return True
-    except OSError:
+    except (OSError, MemoryError):
         return bury(disk, burial)
     bad.files[name] = burial.n_bytes  # until the scan has its true size (it may have been truncated or extended)
-    bad.files.update((found, n_bytes) for found, n_bytes in _scan_bad(disk) if found == name)
+    try:
+        bad.files.update((found, n_bytes) for found, n_bytes in _scan_bad(disk) if found == name)
+    except (OSError, MemoryError) as error:
+        log.warning("store: the size of bad/%s is not known: %s", name, explain(error))
     trim_bad(disk, bad, config)
     return True
 
@@ -119,7 +122,7 @@ def trim_bad(disk: Directory, bad: BadFolder, config: StoreConfig) -> None:
             disk.io.unlink(name, dir_fd=disk.folder_fds[layout.BAD])
         except FileNotFoundError:
             pass
-        except OSError as error:
+        except (OSError, MemoryError) as error:
             log.warning("store: bad/%s could not be deleted: %s", name, explain(error))
             return
         del bad.files[name]

@@ -80,7 +80,7 @@ def discard(disk: Directory, name: str, n_bytes: int, cause: OSError | MemoryErr
         disk.io.unlink(name, dir_fd=disk.folder_fds[layout.TMP])
     except FileNotFoundError:
         pass
-    except OSError:
+    except (OSError, MemoryError):
         raise Stranded(cause, n_bytes) from cause
 
 
@@ -169,6 +169,6 @@ def _unpublish(disk: Directory, shard_fd: int, write: Write, error: OSError | Me
         disk.io.unlink(write.file.name, dir_fd=shard_fd)
     except FileNotFoundError:
         pass
-    except OSError:
+    except (OSError, MemoryError):
         return PublishFailure(write, error, write.n_bytes, replaced=True)
     return PublishFailure(write, error, replaced=True)
