@@ -7,25 +7,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from kvalet.api.build_config import runtime_config, sched_config
-from kvalet.api.build_tiers import NoCopies, NoDisk, make_slab, no_slot, open_store
+from kvalet.api.build_config import resolved, runtime_config, sched_config
+from kvalet.api.build_device import CpuBuild, DeviceBuild, Model
+from kvalet.api.build_tiers import NoDisk, no_slot, open_store
 from kvalet.api.config import EngineConfig
+from kvalet.api.device_choice import choose_device
 from kvalet.api.fetch_model import cache_dir
-from kvalet.api.machine import available_memory, folder_bytes, free_disk_bytes
-from kvalet.api.memory_plan import MemoryPlan, PlanError, plan_memory
+from kvalet.api.memory_plan import MemoryPlan, PlanError
 from kvalet.api.model_place import ModelPlace, NoModel, find_model
 from kvalet.api.prompts import Prompts
 from kvalet.api.template import ChatTemplate
-from kvalet.runtime.engine import LoadedModel, StepEngine, load_model
+from kvalet.runtime.engine import load_model
 from kvalet.runtime.errors import RuntimeFault
 from kvalet.runtime.geometry import KVGeometry
 from kvalet.runtime.grammar import GrammarCache, GrammarError
 from kvalet.runtime.plan import SlotId
 from kvalet.runtime.slab import SlabError
 from kvalet.runtime.tokenizer import Tokenizer, TokenizerError
-from kvalet.runtime.transfer import Copier
 from kvalet.sched.config import SchedConfig
 from kvalet.sched.core import Core
 from kvalet.sched.ports import CopierPort, EnginePort
@@ -33,6 +34,9 @@ from kvalet.sched.tick import DecisionCore
 from kvalet.store.errors import StoreError
 from kvalet.store.ids import Identity
 from kvalet.store.store import DiskStore
+
+if TYPE_CHECKING:
+    from kvalet.api.build_cuda import DeviceKit
 
 STEPS = 5
 Progress = Callable[[int, int, str], None]
@@ -62,36 +66,39 @@ class Parts:
     close: Callable[[], None]
 
 
-def build(config: EngineConfig, progress: Progress | None = None) -> Parts:
-    """StartError for whatever is wrong with the model file, the sizes, the store's directory, or the configuration."""
+def build(config: EngineConfig, progress: Progress | None = None, kit: DeviceKit | None = None) -> Parts:
+    """StartError for whatever is wrong with the model file, the sizes, the store's directory, or the configuration.
+
+    ``kit``: the device that ``api.build_cuda`` builds on, whatever ``config.device`` says; None: what that says."""
     tell = progress if progress is not None else _silent
     try:
         with ExitStack() as opened:
-            return _build(config, tell, opened)
+            return _build(config, tell, opened, kit)
     except (RuntimeFault, TokenizerError, GrammarError, PlanError, SlabError, StoreError, NoModel) as error:
         raise StartError(str(error)) from error
     except MemoryError as error:
         raise StartError("there is not enough memory for the model; try --weights int4 or smaller sizes") from error
 
 
-def _build(config: EngineConfig, tell: Progress, opened: ExitStack) -> Parts:
-    if config.device != "cpu":
-        raise StartError(f"device {config.device!r} is not supported by this version; use 'cpu'")
+def _build(config: EngineConfig, tell: Progress, opened: ExitStack, kit: DeviceKit | None) -> Parts:
+    with _contradictions():
+        name, device_note = choose_device(config.device) if kit is None else ("cuda", "")
+    config = resolved(config, name)
     place = find_model(config.model)
     tell(1, STEPS, f"reading {place.name}" if config.load_format == "auto" else f"making random weights for {place.name}")
     with _contradictions():
         chosen = runtime_config(config, place.path, cache_dir())
-    model = load_model(chosen)
+    device = _device(config, tell, kit)
+    model = device.load(chosen)
     grammars = None if model.tokenizer.ids_only else GrammarCache(model.tokenizer)
     tell(2, STEPS, "sizing pool, RAM tier and disk tier")
-    geometry = model.spec.geometry(chosen.kv_dtype)
-    plan = _plan(config, geometry, model.context_tokens)
+    geometry = model.spec.geometry(model.kv_dtype)
+    plan = device.plan(geometry)
     tell(3, STEPS, f"making the pool: {plan.pool_tokens:,} tokens")
-    chosen = replace(chosen, n_pages=plan.n_pages, arena_tokens=plan.arena_tokens)
-    step_engine = StepEngine(chosen, model, grammars)
+    step_engine = device.engine(plan, grammars)
     identity = Identity.of(model.identity)
     tell(4, STEPS, f"making the slab: {plan.ram_slots} + {plan.staging_slots} slots")
-    slab = make_slab(geometry, plan, opened)
+    slab, copier = device.copier(plan, geometry, opened)
     tell(5, STEPS, "opening the store" if plan.store_bytes else "no disk tier")
     with _contradictions():
         store, store_note = open_store(config, geometry, plan, identity, opened)
@@ -105,12 +112,12 @@ def _build(config: EngineConfig, tell: Progress, opened: ExitStack) -> Parts:
         default_max_tokens=config.default_max_tokens,
         ids_only=model.tokenizer.ids_only,
     )
-    notes = [*plan.notes, *(note for note in (store_note, template_note) if note)]
+    notes = [*plan.notes, *(note for note in (device_note, store_note, template_note) if note)]
     banner = _banner(config, place, model, geometry, plan, store, sched, notes)
     return Parts(
         core=Core(sched, store if store is not None else NoDisk()),
         step_engine=step_engine,
-        copier=Copier(step_engine.pool, slab, geometry) if slab is not None else NoCopies(),
+        copier=copier,
         store=store,
         slot_view=slab.view if slab is not None else no_slot,
         tokenizer=model.tokenizer,
@@ -137,20 +144,15 @@ def _silent(step: int, of: int, what: str) -> None:
     pass
 
 
-def _plan(config: EngineConfig, geometry: KVGeometry, context_tokens: int) -> MemoryPlan:
-    memory = available_memory()
-    disk = free_disk_bytes(config.store_dir) + folder_bytes(config.store_dir) if config.store_dir else 0
-    return plan_memory(
-        config,
-        geometry,
-        context_tokens=context_tokens,
-        available_bytes=memory.available_bytes,
-        limited_by=memory.limited_by,
-        free_disk_bytes=disk,
-    )
+def _device(config: EngineConfig, tell: Progress, kit: DeviceKit | None) -> DeviceBuild:
+    if config.device == "cpu":
+        return CpuBuild(config, load_model)
+    from kvalet.api.build_cuda import CudaBuild, CudaKit
+
+    return CudaBuild(config, kit if kit is not None else CudaKit(), lambda what: tell(4, STEPS, what))
 
 
-def _template(model: LoadedModel) -> tuple[ChatTemplate | None, str]:
+def _template(model: Model) -> tuple[ChatTemplate | None, str]:
     """None, with the reason, for a model that can only complete text."""
     source = model.spec.chat_template
     if model.tokenizer.ids_only:
@@ -175,21 +177,18 @@ def _end_text(tokenizer: Tokenizer, names: dict[int, str]) -> str:
 def _banner(
     config: EngineConfig,
     place: ModelPlace,
-    model: LoadedModel,
+    model: Model,
     geometry: KVGeometry,
     plan: MemoryPlan,
     store: DiskStore | None,
     sched: SchedConfig,
     notes: list[str],
 ) -> list[str]:
-    family = model.identity["numerics"]
-    weights = model.decoder.weights
-    if weights.path == "auto":
-        family += f" (int4 up to {weights.switch_rows} rows)"
+    arena = f" arena {plan.arena_tokens:,} tokens," if plan.arena_tokens else ""
     lines = [
-        f"model {place.name}: {model.spec.n_layers} layers, {model.context_tokens:,} tokens of context, {family},"
+        f"model {place.name}: {model.spec.n_layers} layers, {model.context_tokens:,} tokens of context, {model.arithmetic},"
         f" weights {_mib(model.weights_bytes)}",
-        f"pool {plan.pool_tokens:,} tokens ({_mib(plan.pool_bytes)}), arena {plan.arena_tokens:,} tokens,"
+        f"pool {plan.pool_tokens:,} tokens ({_mib(plan.pool_bytes)}),{arena}"
         f" {sched.max_rows} rows, chunks of {geometry.chunk_tokens} tokens",
         f"RAM tier {_mib(plan.ram_bytes)} ({plan.ram_slots} chunks), staging {_mib(plan.staging_bytes)}",
     ]

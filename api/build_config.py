@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from kvalet.api.config import EngineConfig
@@ -17,9 +18,31 @@ IDLE_STEP_TOKENS = 2048
 """Token budgets of a step where the configuration gives none: with and without somebody decoding (docs/numbers.md)."""
 
 
+DEVICE_STEP_TOKENS = 1024
+DEVICE_IDLE_STEP_TOKENS = 8192
+"""The same on a GPU."""
+CPU_ROWS, DEVICE_ROWS = 16, 256
+
+
+def resolved(config: EngineConfig, device: str) -> EngineConfig:
+    """What the device decides where the configuration leaves it open: rows, step budgets, lag. Pure.
+
+    On the CPU a step is computed when ``launch`` returns: planning ahead of its result would only cost a surplus token.
+    """
+    on_device = device != "cpu"
+    rows = config.max_rows or (DEVICE_ROWS if on_device else CPU_ROWS)
+    return replace(
+        config,
+        device=device,
+        max_rows=rows,
+        step_tokens=config.step_tokens or max(DEVICE_STEP_TOKENS if on_device else STEP_TOKENS, rows),
+        idle_step_tokens=config.idle_step_tokens or (DEVICE_IDLE_STEP_TOKENS if on_device else IDLE_STEP_TOKENS),
+        lag=config.lag if config.lag >= 0 else int(on_device),
+    )
+
+
 def _lag(config: EngineConfig) -> int:
-    """On the CPU a step is computed when ``launch`` returns: planning ahead of its result would only cost a surplus token."""
-    return config.lag if config.lag >= 0 else 0
+    return max(0, config.lag)
 
 
 def _forced_runs(config: EngineConfig) -> bool:

@@ -10,19 +10,21 @@ class EngineConfig:
     """Sizes: bytes or tokens as named; 0 means "choose and print why".
 
     ``model``: a GGUF file, a Hugging Face folder, or "owner/name" of a repository that was pulled; "" = the default one in the
-    cache folder. ``load_format``: "dummy" takes random weights of the folder's shape. ``device``: "cpu" or "cuda".
+    cache folder. ``load_format``: "dummy" takes random weights of the folder's shape. ``device``: "cpu", "cuda", or
+    "auto" = cuda where it can be used. ``device_share``: of the GPU's memory, what may be used in all, weights included.
     ``weights``: auto, bf16, fp32 or int4 (CPU). ``pool_tokens``: device pool, in tokens of KV. ``ram_bytes``: RAM tier,
     -1 = choose, 0 = off. ``store_dir`` "" = no disk tier; ``store_bytes`` its cap; ``store_min_free_bytes`` what must stay free
     on that disk. ``store_bytes_per_day``: most bytes written for checkpoints in a day, 0 = no limit. ``checkpoint``: "off"
     writes idle sessions to disk when their room is needed and at the end, "idle" after each turn as well, at the lowest class
     (pinned sessions always). ``store_optional``: serve without the tier when it cannot be opened (the reason is kept).
-    ``threads``: of the model's arithmetic. ``lag`` -1 = the device's default. ``decode_rows``: fixed row count of decode
-    calls under ``deterministic``.
+    ``max_rows``: sequences in a step, 0 = choose. ``threads``: of the model's arithmetic. ``lag`` -1 = the
+    device's default. ``decode_rows``: fixed row count of decode calls under ``deterministic``.
     """
 
     model: str = ""
     served_name: str = ""
     device: str = "cpu"
+    device_share: float = 0.92
     weights: str = "auto"
     load_format: str = "auto"
     context_tokens: int = 0
@@ -36,7 +38,7 @@ class EngineConfig:
     checkpoint: str = "off"
     store_readers: int = 4
     store_writers: int = 4
-    max_rows: int = 16
+    max_rows: int = 0
     step_tokens: int = 0
     idle_step_tokens: int = 0
     queue_limit: int = 256

@@ -13,8 +13,10 @@ from kvalet.runtime.geometry import KVGeometry
 
 POOL_SHARE = 0.125
 RAM_SHARE = 0.125
+DEVICE_RAM_SHARE = 0.5
 MOST_SHARE = 0.8
-"""Of the available memory: chosen sizes, and the most that may be asked for (pool and slab are touched whole at start)."""
+"""Of the available memory: chosen sizes (the RAM tier's beside a pool on a device of its own is the second), and the most that
+may be asked for (pool and slab are touched whole at start)."""
 DISK_SHARE = 0.5
 ARENA_SHARE = 0.05
 ARENA_ROUNDING_TOKENS = 512
@@ -52,25 +54,30 @@ def plan_memory(
     available_bytes: int,
     limited_by: str = "machine",
     free_disk_bytes: int = 0,
+    device_pages: int = 0,
 ) -> MemoryPlan:
     """PlanError where a size that was asked for does not fit, or leaves too little to work with.
 
     ``available_bytes``: memory left after the weights were loaded, and ``limited_by`` whose limit that is.
     ``free_disk_bytes``: what the store may fill, its own files included (or a restart would halve a chosen cap).
+    ``device_pages``: the pool is on a device of its own and has so many pages (``device_plan.plan_pool``); then memory is for
+    the tiers alone.
     """
     notes: list[str] = []
-    n_pages = _pool_pages(config, geometry, context_tokens, available_bytes, notes)
+    n_pages = device_pages or _pool_pages(config, geometry, context_tokens, available_bytes, notes)
     pool_bytes = n_pages * geometry.page_stride_bytes
+    in_memory = 0 if device_pages else pool_bytes
     staging = _staging_slots(config, geometry)
     disk = _disk_bytes(config, geometry, free_disk_bytes, notes)
-    ram = _ram_slots(config, geometry, available_bytes, pool_bytes, notes)
+    share = DEVICE_RAM_SHARE if device_pages else RAM_SHARE
+    ram = _ram_slots(config, geometry, int(share * available_bytes), pool_bytes, f"{share:.1%} of the available memory", notes)
     if not ram and not disk:
         staging = 0
         notes.append("no tier below the pool: KV that does not fit is dropped and computed again")
-    arena = _arena_tokens(config, geometry, n_pages, available_bytes)
-    needed = pool_bytes + arena * geometry.token_bytes + (ram + staging) * geometry.slot_bytes
+    arena = 0 if device_pages else _arena_tokens(config, geometry, n_pages, available_bytes)
+    needed = in_memory + arena * geometry.token_bytes + (ram + staging) * geometry.slot_bytes
     if needed > MOST_SHARE * available_bytes:
-        parts = {"pool": pool_bytes, "arena": arena * geometry.token_bytes, "RAM tier": ram * geometry.slot_bytes}
+        parts = {"pool": in_memory, "arena": arena * geometry.token_bytes, "RAM tier": ram * geometry.slot_bytes}
         raise PlanError(
             f"{', '.join(f'{name} {_mib(size)}' for name, size in parts.items())} and staging"
             f" {_mib(staging * geometry.slot_bytes)} need {_mib(needed)} of memory; {_mib(available_bytes)} are available"
@@ -133,16 +140,16 @@ def _staging_slots(config: EngineConfig, geometry: KVGeometry) -> int:
     return max(MIN_STAGING_SLOTS, min(most, config.store_readers + config.store_writers + 2))
 
 
-def _ram_slots(config: EngineConfig, geometry: KVGeometry, available_bytes: int, pool_bytes: int, notes: list[str]) -> int:
+def _ram_slots(
+    config: EngineConfig, geometry: KVGeometry, chosen_bytes: int, pool_bytes: int, why: str, notes: list[str]
+) -> int:
     if config.ram_bytes == 0:
         return 0
     chosen = config.ram_bytes < 0
-    size = min(int(RAM_SHARE * available_bytes), 4 * pool_bytes) if chosen else config.ram_bytes
+    size = min(chosen_bytes, 4 * pool_bytes) if chosen else config.ram_bytes
     slots = size // geometry.slot_bytes
     if chosen:
-        notes.append(
-            f"RAM tier: {_mib(slots * geometry.slot_bytes)}, chosen: {RAM_SHARE:.1%} of the available memory, at most 4 pools"
-        )
+        notes.append(f"RAM tier: {_mib(slots * geometry.slot_bytes)}, chosen: {why}, at most 4 pools")
     if slots == 0:
         notes.append(f"RAM tier off: {_mib(size)} is less than one chunk ({_mib(geometry.slot_bytes)})")
     return slots

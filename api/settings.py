@@ -65,7 +65,8 @@ class ServeSettings(BaseSettings):
         "", description="a GGUF file, a model folder, or OWNER/NAME that was pulled; none = the default model"
     )
     served_name: str = Field(ENGINE.served_name, description="name of the model in the API; none = from the file")
-    device: Literal["cpu", "cuda"] = Field("cpu", description="where the model runs")
+    device: Literal["auto", "cpu", "cuda"] = Field("cpu", description="where the model runs; auto = a GPU if there is one")
+    device_share: float = Field(ENGINE.device_share, gt=0, le=1, description="of the GPU's memory that may be used in all")
     weights: Literal["auto", "bf16", "fp32", "int4"] = Field("auto", description="weights on the CPU")
     load_format: Literal["auto", "dummy"] = Field("auto", description="dummy = random weights of the folder's shape")
     context_tokens: int = Field(ENGINE.context_tokens, ge=0, description="context length, 0 = the model's")
@@ -79,7 +80,7 @@ class ServeSettings(BaseSettings):
     checkpoint: Literal["off", "idle"] = Field("off", description="write sessions to the store: at eviction, or when idle")
     store_readers: int = Field(ENGINE.store_readers, ge=1, le=64, description="threads that read the store")
     store_writers: int = Field(ENGINE.store_writers, ge=1, le=64, description="threads that write the store")
-    max_rows: int = Field(ENGINE.max_rows, ge=1, le=4096, description="sequences in one step")
+    max_rows: int = Field(ENGINE.max_rows, ge=0, le=4096, description="sequences in one step, 0 = choose")
     step_tokens: int = Field(ENGINE.step_tokens, ge=0, description="tokens of a step in which somebody decodes, 0 = choose")
     idle_step_tokens: int = Field(ENGINE.idle_step_tokens, ge=0, description="tokens of a step of prompts only, 0 = choose")
     queue_limit: int = Field(ENGINE.queue_limit, ge=1, le=1_000_000, description="turns that may wait; more get 429")

@@ -24,7 +24,7 @@ HEADER = 2
 
 
 class Forwards:
-    """Owns the graphs, the prefill plan and ``last_ids`` [max_rows + 1] int64: the newest id of each slot; slot 0 is nobody's."""
+    """Owns the graphs, the prefill plan and ``last_ids`` [max_rows + 1] int64: the newest id of each slot (0 is nobody's)."""
 
     def __init__(self, decoder: CudaDecoder, page_tokens: int, *, max_rows: int, buckets: Sequence[int], alone: bool) -> None:
         """Captures one graph per bucket, the largest first."""

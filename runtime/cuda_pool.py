@@ -77,8 +77,8 @@ class _Copy:
 
 
 def copy_error(failure: Exception, *, waited: bool = False) -> str:
-    """Why the copy failed. What the runtime of the device raises, and whatever comes out of waiting for an event, means that the
-    device is lost: CUDA's errors stay. Anything else (a page or slot that does not exist) is of this copy alone."""
+    """Why the copy failed. What the runtime of the device raises, and whatever comes out of waiting for an event, means that
+    the device is lost: CUDA's errors stay. Anything else (a page or slot that does not exist) is of this copy alone."""
     text = f"{type(failure).__name__}: {failure}"
     return DeviceLostText(text) if waited or isinstance(failure, torch.AcceleratorError) else text
 

@@ -57,8 +57,8 @@ class RegisteredSlab:
         piece_bytes: int = PIECE_BYTES,
         progress: Progress | None = None,
     ) -> None:
-        """``slab``: not populated yet. Raises EngineError if the driver refuses the first piece, SlabError if there is no memory
-        for it."""
+        """``slab``: not populated yet. Raises EngineError if the driver refuses the first piece, SlabError if there is no
+        memory for it."""
         self.slab, self._memory, self._threads, self._progress = slab, memory, threads, progress
         whole = (ctypes.c_uint8 * slab.n_bytes).from_address(slab.address)
         self._tensor = torch.frombuffer(whole, dtype=torch.uint8)

@@ -1,8 +1,8 @@
 """Sampling on the device: temperature, min_p, top_k, top_p and the seeded Gumbel race for a whole batch, in torch alone.
 
 The meaning is that of ``runtime.sampler`` (its plain twin), the noise that of ``runtime.noise``, bit for bit: a token depends
-on the request's seed and position only, not on its neighbours, nor on where it is sampled beyond the rounding of exp and log. Rows
-whose logits must be edited first (penalties, biases, bans, grammars) or that want log-probabilities are sampled on the host.
+on the request's seed and position only, not on its neighbours, nor on where it is sampled beyond the rounding of exp and log.
+Rows whose logits must be edited first (penalties, biases, bans, grammars) or that want log-probabilities are sampled on the host.
 """
 
 from __future__ import annotations
@@ -20,6 +20,10 @@ from torch import Tensor
 
 FIELDS = 5
 """Rows of the packed parameters: start of the noise stream, temperature, top_k, top_p, log(min_p)."""
+DRAW_ROWS = 32
+"""Rows drawn at a time: the work of one row is some 100 bytes per token of the vocabulary."""
+DRAW_ROWS = 32
+"""Rows drawn at a time: the work of one row is some 100 bytes per token of the vocabulary."""
 _GOLDEN, _MIX1, _MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
@@ -53,6 +57,9 @@ def pack(draws: Sequence[Draw], out: NDArray[np.int64]) -> None:
 def draw(logits: Tensor, packed: Tensor, *, in_order: bool) -> Tensor:
     """Ids int64 [n] for ``logits`` [n, vocab] (not changed) and ``packed`` int64 [FIELDS, n] on the same device. ``in_order``:
     any row has top_k or top_p. A row's logits must hold a finite value."""
+    if logits.shape[0] > DRAW_ROWS:
+        pairs = zip(logits.split(DRAW_ROWS), packed.split(DRAW_ROWS, dim=1), strict=True)
+        return torch.cat([draw(part, of, in_order=in_order) for part, of in pairs])
     starts, top_k = packed[0], packed[2]
     temperature, top_p, min_p = (packed[row].contiguous().view(torch.float64) for row in (1, 3, 4))
     work = logits.float()

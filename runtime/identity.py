@@ -115,8 +115,11 @@ def describe_decoder(spec: ModelSpec) -> str:
     return text + (f" nope in {sorted(spec.nope_layers)}" if spec.nope_layers else "")
 
 
-def identity_fields(config: EngineConfig, spec: ModelSpec, *, weights: str, path: str, tokenizer: bytes) -> dict[str, str]:
-    """All fields, as text. ``weights``: ``weight_digest``; ``path``: see ``numerics_family``; ``tokenizer``: digest."""
+def identity_fields(
+    config: EngineConfig, spec: ModelSpec, *, weights: str, path: str, tokenizer: bytes, family: str = ""
+) -> dict[str, str]:
+    """All fields, as text. ``weights``: ``weight_digest``; ``path``: see ``numerics_family``; ``tokenizer``: digest.
+    ``family``: the numerics family, "" = that of the CPU."""
     geometry = spec.geometry(config.kv_dtype)
     rope = spec.rope.describe(spec.served_context(config.context_tokens))
     return {
@@ -134,6 +137,6 @@ def identity_fields(config: EngineConfig, spec: ModelSpec, *, weights: str, path
         "decoder": describe_decoder(spec),
         "layout": LAYOUT_VERSION,
         "byte_order": sys.byteorder,
-        "numerics": numerics_family(config, path),
+        "numerics": family or numerics_family(config, path),
         "tokenizer": tokenizer.hex(),
     }

@@ -43,7 +43,8 @@ class Slab:
         populate: bool = True,
     ) -> None:
         """Map and populate (``populate`` False: the caller does, piece by piece). Raises ValueError for ``n_slots`` < 1 (a tier
-        of no slots has no slab), SlabError if the system does not give the memory. A control group's limit is enforced by the kernel while populating: by killing the process."""
+        of no slots has no slab), SlabError if the system does not give the memory. A control group's limit is enforced
+        by the kernel while populating: by killing the process."""
         if n_slots < 1:
             raise ValueError(f"a slab needs at least 1 slot, not {n_slots}")
         self.n_slots = n_slots

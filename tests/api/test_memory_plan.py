@@ -17,7 +17,8 @@ GIB = 1 << 30
 
 
 def plan(geometry: KVGeometry = SMOLLM, *, available: int = 16 * GIB, disk: int = 100 * GIB, **config: Any) -> MemoryPlan:
-    return plan_memory(EngineConfig(**config), geometry, context_tokens=8192, available_bytes=available, free_disk_bytes=disk)
+    asked = EngineConfig(**{"max_rows": 16, **config})
+    return plan_memory(asked, geometry, context_tokens=8192, available_bytes=available, free_disk_bytes=disk)
 
 
 def says(made: MemoryPlan, text: str) -> bool:

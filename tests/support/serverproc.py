@@ -42,7 +42,7 @@ class Server:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> Server:
-        command = [sys.executable, "-P", "-m", "kvalet", "serve", self.served or model_path(), "--port", "0"]
+        command = [sys.executable, *self.program(), self.served or model_path(), "--port", "0"]
         command += ["--ready-file", str(self._ready), *self.args]
         if "--threads" not in self.args:  # one thread: two wait for each other whenever the machine is busy
             command += ["--threads", "1"]
@@ -62,6 +62,10 @@ class Server:
         assert found, self._ready.read_text()
         self.url = found.group(0)
         return self
+
+    def program(self) -> list[str]:
+        """What the interpreter is given before model and settings."""
+        return ["-P", "-m", "kvalet", "serve"]
 
     @property
     def log(self) -> str:
