@@ -229,7 +229,9 @@ def _worth_a_look(board: Board, turn: Turn) -> bool:
 
 def _look(board: Board, turn: Turn) -> Match:
     """Match, and remember what it asks for."""
+    began = board.stopwatch()
     match = find_match(board, turn)
+    turn.lookup_ms += (board.stopwatch() - began) * 1e3
     turn.need = pages_needed(board, turn, match)
     turn.need_own = sum(node.pins == 0 for node in match.path)
     turn.need_own += match.partial is not None and match.partial[0].pins == 0

@@ -7,7 +7,7 @@ functions over it; they import each other downwards only, in the order just give
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvalet.runtime.plan import PageId, RowId, SlotId
@@ -81,6 +81,8 @@ class Board:
         self.steps: list[StepRecord] = []
         self.closes: list[RowId] = []
         """Rows to close with the next plan."""
+        self.stopwatch: Callable[[], float] = lambda: 0.0
+        """Seconds, for the record only: the core has no clock of its own, and nothing is decided by this one."""
         self.out: list[Command] = []
         self.unsettled = False
         """An event came in from which decisions may follow."""

@@ -37,6 +37,7 @@ from kvalet.sched.commands import Command
 from kvalet.sched.config import SchedConfig
 from kvalet.sched.core_statistics import statistics
 from kvalet.sched.counters import CoreStatistics
+from kvalet.sched.patrol import Patrol
 from kvalet.sched.ports import DiskView
 from kvalet.sched.session import Turn
 from kvalet.sched.states import TurnCause, TurnState
@@ -53,6 +54,7 @@ class Core:
     def __init__(self, config: SchedConfig, disk: DiskView) -> None:
         self.config = config
         self._board = board = Board(config, disk)
+        self._patrol = Patrol(board)
         board.sessions.may_forget = partial(records.may_forget, board)
         board.sessions.on_forget = partial(records.forget, board)
         self._handlers: dict[type[ev.Event], Callable[[Any], bool | None]] = {
@@ -128,6 +130,14 @@ class Core:
     def check(self) -> None:
         """All invariants (see ``invariants``). Raises ``CoreDefect`` with the story."""
         invariants.check(self._board)
+
+    def check_some(self) -> bool:
+        """The next slice of the invariants, in about a millisecond. True: since the last event, all were looked at."""
+        return self._patrol.step()
+
+    def measure_with(self, stopwatch: Callable[[], float]) -> None:
+        """Seconds by which the record says how long a turn's history was looked for (``lookup_ms``); 0 without one."""
+        self._board.stopwatch = stopwatch
 
     def tell(self) -> str:
         """The story so far."""

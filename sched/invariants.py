@@ -1,5 +1,5 @@
-"""The whole-state check. What must hold after every event, in one place; run after each event in tests, and when idle in
-production.
+"""The whole-state check. What must hold after every event, in one place; run after each event in tests. In production the same
+is looked at in slices, when nothing runs (``patrol.py``).
 
 1. Pages: free, held and leased only sum to the pool, and the claims booked equal those counted from the index, the turns,
    the steps in flight and the transfers.
@@ -24,7 +24,7 @@ from kvalet.sched.lines import Line
 from kvalet.sched.pages import LedgerError
 from kvalet.sched.prefix import Node
 from kvalet.sched.ranking import RamClass
-from kvalet.sched.session import Turn
+from kvalet.sched.session import Session, Turn
 from kvalet.sched.states import TransferState, TurnState
 from kvalet.sched.transfer_record import TransferKind
 from kvalet.store.ids import ChunkKey
@@ -38,8 +38,8 @@ def check(board: Board) -> None:
         _check_index(board)
         _check_slots(board)
         _check_chunks(board)
-        _check_turns(board)
-        _check_transfers(board)
+        check_turns(board)
+        check_transfers(board)
         _check_lines(board)
     except (AssertionError, LedgerError, RamBookError) as error:
         raise board.story.defect(f"{type(error).__name__}: {error}") from error
@@ -70,28 +70,41 @@ def _check_pages(board: Board) -> None:
 
 
 def _check_index(board: Board) -> None:
-    index, size = board.index, board.config.page_tokens
+    index = board.index
+    pins = pins_of_turns(board)
+    n_nodes = n_idle = n_leaves = 0
+    for node in index.nodes():
+        n_nodes += 1
+        n_idle += node.pins == 0
+        n_leaves += not node.children
+        check_node(board, node, pins)
+    demand(n_nodes == len(index.by_page), "nodes by page", n_nodes, len(index.by_page))
+    demand((n_nodes, n_idle, n_leaves) == (index.n_nodes, index.n_idle, len(index.leaves)), "index counts", n_nodes, n_idle)
+
+
+def pins_of_turns(board: Board) -> Counter[Node]:
+    """How often each node, and each above it, is stood on."""
     pins: Counter[Node] = Counter()
     for turn in board.rows.values():
         for at in (turn.cursor, turn.source):
             while at is not None:
                 pins[at] += 1
                 at = at.parent
-    n_nodes = n_idle = n_leaves = 0
-    for node in index.nodes():
-        n_nodes += 1
-        n_idle += node.pins == 0
-        n_leaves += not node.children
-        demand(node.pins == pins[node], "pins", node, pins[node])
-        demand((node in index.leaves) == (not node.children), "leaf", node)
-        assert node.parent is not None
-        demand(node.parent.children.get(node.key) is node, "parent does not know", node)
-        demand(len(node.ids) == size or (0 < len(node.ids) < size and not node.children), "page of odd size", node)
-        demand(node.end == node.parent.end + len(node.ids), "end", node)
-        demand(node.chunk is None or node.chunk.node is node, "chunk link", node, node.chunk)
-        if node.end % board.config.chunk_tokens == 0:
-            demand(node.chunk is not None, "a whole chunk on the device is not in the map", node)
-    demand((n_nodes, n_idle, n_leaves) == (index.n_nodes, index.n_idle, len(index.leaves)), "index counts", n_nodes, n_idle)
+    return pins
+
+
+def check_node(board: Board, node: Node, pins: Counter[Node]) -> None:
+    index, size = board.index, board.config.page_tokens
+    demand(node.pins == pins[node], "pins", node, pins[node])
+    demand((node in index.leaves) == (not node.children), "leaf", node)
+    assert node.parent is not None
+    demand(index.by_page.get(node.page) is node, "another node has the page", node)
+    demand(node.parent.children.get(node.key) is node, "parent does not know", node)
+    demand(len(node.ids) == size or (0 < len(node.ids) < size and not node.children), "page of odd size", node)
+    demand(node.end == node.parent.end + len(node.ids), "end", node)
+    demand(node.chunk is None or node.chunk.node is node, "chunk link", node, node.chunk)
+    if node.end % board.config.chunk_tokens == 0:
+        demand(node.chunk is not None, "a whole chunk on the device is not in the map", node)
 
 
 def _check_slots(board: Board) -> None:
@@ -110,21 +123,25 @@ def _check_chunks(board: Board) -> None:
     in_ram = board.chunks.in_ram
     demand(sum(in_ram.counts.values()) == sum(1 for _ in board.chunks.book.filled()), "classes in RAM", in_ram.counts)
     for chunk in board.chunks:
-        where = chunk.node or chunk.slot is not None or chunk.incoming or chunk.outgoing or chunk.children
-        demand(bool(where), "no reason to be in the map", chunk)
-        demand(chunk.tail == (len(chunk.ids) < board.config.chunk_tokens), "tail", chunk)
-        demand(not chunk.tail or not chunk.children, "a tail has children", chunk)
-        if chunk.node is not None:
-            demand(chunk.node.chunk is chunk and chunk.node.end == chunk.end, "node link", chunk)
-        kind = RamClass.CLEAN if chunk.on_disk else RamClass.SHADOWED if chunk.node is not None else RamClass.ONLY
-        demand(board.chunks.in_ram.class_of(chunk) is (None if chunk.slot is None else kind), "class in RAM", chunk)
-        if chunk.slot is not None:
-            demand(board.chunks.book.key_of(chunk.slot) == chunk.key, "slot link", chunk)
-            demand(board.chunks.book.is_clean(chunk.slot) == chunk.on_disk, "clean", chunk)
-            _check_ancestors(chunk)
-        if chunk.parent is not None:
-            demand(board.chunks.get(chunk.parent.key) is chunk.parent, "parent is not in the map", chunk)
-            demand(chunk.parent.children.get(chunk.key) is chunk, "parent does not know", chunk)
+        check_chunk(board, chunk)
+
+
+def check_chunk(board: Board, chunk: Chunk) -> None:
+    where = chunk.node or chunk.slot is not None or chunk.incoming or chunk.outgoing or chunk.children
+    demand(bool(where), "no reason to be in the map", chunk)
+    demand(chunk.tail == (len(chunk.ids) < board.config.chunk_tokens), "tail", chunk)
+    demand(not chunk.tail or not chunk.children, "a tail has children", chunk)
+    if chunk.node is not None:
+        demand(chunk.node.chunk is chunk and chunk.node.end == chunk.end, "node link", chunk)
+    kind = RamClass.CLEAN if chunk.on_disk else RamClass.SHADOWED if chunk.node is not None else RamClass.ONLY
+    demand(board.chunks.in_ram.class_of(chunk) is (None if chunk.slot is None else kind), "class in RAM", chunk)
+    if chunk.slot is not None:
+        demand(board.chunks.book.key_of(chunk.slot) == chunk.key, "slot link", chunk)
+        demand(board.chunks.book.is_clean(chunk.slot) == chunk.on_disk, "clean", chunk)
+        _check_ancestors(chunk)
+    if chunk.parent is not None:
+        demand(board.chunks.get(chunk.parent.key) is chunk.parent, "parent is not in the map", chunk)
+        demand(chunk.parent.children.get(chunk.key) is chunk, "parent does not know", chunk)
 
 
 def _check_ancestors(chunk: Chunk) -> None:
@@ -139,19 +156,10 @@ def _check_lines(board: Board) -> None:
     known: set[Line] = set()
     pinned: Counter[ChunkKey] = Counter()
     for session in board.sessions:
-        branches = {branch.id: branch for branch in session.branches}
-        demand(set(session.lines) <= set(branches), "a line without a branch", session)
-        demand(not session.closed, "a closed session is in the book", session)
-        demand(session.loading is None or session in lines.loads[session.loading].sessions, "nobody loads", session)
-        for name, line in session.lines.items():
-            branch = branches[name]
-            demand(line.session is session and line.branch is branch, "line and branch differ", line, branch)
-            whole, rest = divmod(branch.kv_len, board.config.chunk_tokens)
-            demand(len(line.keys) == whole and (line.tail is None) == (rest == 0), "pieces and kv_len differ", line)
-            demand(line in lines.by_end.get(line.last, ()), "nobody would notice its last piece", line)
-            demand(not line.held or session.pinned or line.sending is not None, "keys are held for nothing", line)
-            known.add(line)
-            if session.pinned:
+        check_session(board, session)
+        known.update(session.lines.values())
+        if session.pinned:
+            for line in session.lines.values():
                 pinned.update(line.pieces)
     demand(pinned == lines.pinned, "pinned pieces", pinned - lines.pinned, lines.pinned - pinned)
     for queue in (lines.checkpoints, lines.stalled, *lines.by_end.values()):
@@ -160,7 +168,22 @@ def _check_lines(board: Board) -> None:
         demand(job.line.sending is job.saved, "a record under way that its line does not know", job)
 
 
-def _check_turns(board: Board) -> None:
+def check_session(board: Board, session: Session) -> None:
+    lines = board.lines
+    branches = {branch.id: branch for branch in session.branches}
+    demand(set(session.lines) <= set(branches), "a line without a branch", session)
+    demand(not session.closed, "a closed session is in the book", session)
+    demand(session.loading is None or session in lines.loads[session.loading].sessions, "nobody loads", session)
+    for name, line in session.lines.items():
+        branch = branches[name]
+        demand(line.session is session and line.branch is branch, "line and branch differ", line, branch)
+        whole, rest = divmod(branch.kv_len, board.config.chunk_tokens)
+        demand(len(line.keys) == whole and (line.tail is None) == (rest == 0), "pieces and kv_len differ", line)
+        demand(line in lines.by_end.get(line.last, ()), "nobody would notice its last piece", line)
+        demand(not line.held or session.pinned or line.sending is not None, "keys are held for nothing", line)
+
+
+def check_turns(board: Board) -> None:
     lag = board.config.lag
     demand(len(board.steps) <= lag + 1, "steps in flight", board.steps)
     demand(board.queue == sorted(board.queue, key=lambda t: t.order), "queue order", board.queue)
@@ -196,7 +219,7 @@ def _check_turn(turn: Turn, lag: int) -> None:
     demand((turn.state is TurnState.PAUSED) == turn.blocked, "blocked and paused differ", turn)
 
 
-def _check_transfers(board: Board) -> None:
+def check_transfers(board: Board) -> None:
     restores = [t for t in board.transfers.values() if t.kind is TransferKind.RESTORE and not t.abandoned]
     demand(board.restoring_pages == sum(len(t.pages) for t in restores), "restoring pages", board.restoring_pages)
     demand(board.spill_frees == sum(t.frees for t in board.transfers.values()), "spill frees", board.spill_frees)

@@ -10,10 +10,11 @@ from kvalet.sched.commands import End, TouchDisk
 from kvalet.sched.matching import Match, give_up_partial, resident_match
 from kvalet.sched.prefix import Node, covers
 from kvalet.sched.record import account, final_report
-from kvalet.sched.resident import resident_path
+from kvalet.sched.resident import chunk_keys, resident_path
 from kvalet.sched.session import Turn
 from kvalet.sched.states import TurnCause, TurnState
 from kvalet.sched.turns import Ended, EndReason
+from kvalet.store.ids import ChunkKey
 
 
 def admit(board: Board, turn: Turn, match: Match, pages: list[PageId]) -> None:
@@ -63,8 +64,28 @@ def _touch_disk(board: Board, turn: Turn, match: Match) -> None:
     for source in reversed(match.sources):
         if source.chunk is not None:
             board.chunks.use(source.chunk, board.now)
+    tail = _stored_tail(board, turn)
+    if tail is not None and tail not in keys:
+        keys.append(tail)
     if keys:
         board.out.append(TouchDisk(tuple(keys)))
+
+
+def _stored_tail(board: Board, turn: Turn) -> ChunkKey | None:
+    """The tail on disk that ends the branch which ``turn`` goes on from: a longer page on the device may stand for it, so that
+    no match names it, but it is what the next restart will read."""
+    branch, diverged = turn.branch, turn.report.diverged_at
+    if branch is None or 0 <= diverged < branch.kv_len:
+        return None
+    size = board.config.chunk_tokens
+    start = branch.kv_len // size * size
+    ids = turn.known_ids()
+    tail = branch.ids[start : branch.kv_len]
+    if not tail or ids[start : branch.kv_len] != tail:
+        return None
+    parent = chunk_keys(board, turn, ids)[start // size - 1] if start else None
+    key = board.chunks.key_after(turn.spec.secret, parent, tail)
+    return key if board.disk.has(key) else None
 
 
 def finish_restoring(board: Board, turn: Turn) -> None:

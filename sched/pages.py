@@ -45,6 +45,10 @@ class PageLedger:
         return len(self._free)
 
     @property
+    def held(self) -> int:
+        return self._held
+
+    @property
     def leased_only(self) -> int:
         return self.total - len(self._free) - self._held
 

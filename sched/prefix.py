@@ -34,6 +34,7 @@ class PageIndex:
         self.roots: dict[bytes, Root] = {}
         self.leaves: dict[Node, None] = {}
         self.ranking: Ranking[Node] = Ranking(self._rank_of, lambda: self.leaves)
+        self.by_page: dict[PageId, Node] = {}
         self.n_nodes = 0
         self.n_idle = 0
         """Nodes that no turn stands on or below: their pages can be had by evicting."""
@@ -94,6 +95,7 @@ class PageIndex:
         self._ledger.own(page)
         node = Node(parent, ids, calls, page, now)
         parent.children[node.key] = node
+        self.by_page[page] = node
         self.leaves.pop(parent, None)
         self.leaves[node] = None
         self.n_nodes += 1
@@ -116,7 +118,7 @@ class PageIndex:
                 if not new:
                     self.leaves.pop(node, None)
                 new.append(page)
-                child = children[part] = Node(node, part, (), page, now)
+                child = children[part] = self.by_page[page] = Node(node, part, (), page, now)
             node = child
         if new:
             self._ledger.own_all(new)
@@ -149,6 +151,7 @@ class PageIndex:
             raise RuntimeError(f"only an idle leaf that is unlinked from its chunk can be removed: {node}")
         parent = node.parent
         del parent.children[node.key]
+        del self.by_page[node.page]
         del self.leaves[node]
         if not parent.children and parent.parent is not None:
             self.leaves[parent] = None
@@ -176,6 +179,7 @@ class PageIndex:
         assert parent is not None
         for node in nodes:
             node.children.clear()
+            del self.by_page[node.page]
         del parent.children[nodes[-1].key]
         del self.leaves[nodes[0]]
         if not parent.children and parent.parent is not None:

@@ -67,6 +67,7 @@ def final_report(turn: Turn) -> TurnReport:
         preemptions=turn.preemptions,
         bytes_from_ram=turn.bytes_from_ram,
         bytes_from_disk=turn.bytes_from_disk,
+        lookup_ms=turn.lookup_ms,
         read_ms=turn.read_ms,
         verify_ms=turn.verify_ms,
         copy_ms=turn.copy_ms,

@@ -163,6 +163,7 @@ class Turn:
     resident_base: int = 0
     """Whole-page tokens found on the device at this admission; ``tiers``: (end, from disk) of what was restored after them."""
     tiers: list[tuple[int, bool]] = field(default_factory=list)
+    lookup_ms: float = 0.0
     read_ms: float = 0.0
     verify_ms: float = 0.0
     copy_ms: float = 0.0

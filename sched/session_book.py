@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator
 from itertools import islice
 
+from kvalet.sched.prefix_names import PrefixNames
 from kvalet.sched.session import Branch, Session
 from kvalet.sched.turns import TurnSpec
-from kvalet.store.ids import ids_le
-
-
-def _prefix_name(branch: Branch) -> bytes:
-    return hashlib.blake2b(ids_le(branch.ids[: branch.boundary]), key=branch.secret, digest_size=16).digest()
 
 
 class SessionBook:
@@ -25,8 +20,7 @@ class SessionBook:
         self.on_forget: Callable[[Session], None] = lambda session: None
         self._named: dict[tuple[str, str], Session] = {}
         self._nameless: dict[int, Session] = {}
-        self._by_prefix: dict[bytes, Session] = {}
-        self._lengths: dict[int, int] = {}
+        self._prefixes = PrefixNames()
 
     def __len__(self) -> int:
         return len(self._named) + len(self._nameless)
@@ -39,7 +33,7 @@ class SessionBook:
         """The session of this request: by name, else by the longest boundary that its ids begin with, else a new one."""
         if spec.session:
             return self.open_named(spec.tenant, spec.session)
-        session_or_none = self._recognise(spec)
+        session_or_none = self._prefixes.find(spec)
         if session_or_none is None:
             if not self._make_room():
                 return None
@@ -60,6 +54,10 @@ class SessionBook:
     def find(self, tenant: str, name: str) -> Session | None:
         return self._named.get((tenant, name))
 
+    def holds(self, session: Session) -> bool:
+        """It is open."""
+        return id(session) in self._nameless or self._named.get((session.tenant, session.name)) is session
+
     def close(self, tenant: str, name: str) -> Session | None:
         return self._named.pop((tenant, name), None)
 
@@ -76,29 +74,9 @@ class SessionBook:
 
     def ended(self, session: Session, old: Branch | None, new: Branch) -> None:
         """A turn of ``session`` has ended and left ``new`` behind."""
-        if not session.name:
-            self._forget_prefixes(session)
         session.extend(old, new)
         if not session.name and id(session) in self._nameless:
-            for branch in session.branches:
-                self._by_prefix[_prefix_name(branch)] = session
-                self._lengths[branch.boundary] = self._lengths.get(branch.boundary, 0) + 1
-
-    def _recognise(self, spec: TurnSpec) -> Session | None:
-        """The nameless session with the longest boundary that the prompt begins with: one pass over the prompt's ids."""
-        digest = hashlib.blake2b(key=spec.secret, digest_size=16)
-        found: Session | None = None
-        at = 0
-        for length in sorted(n for n in self._lengths if n <= len(spec.prompt)):
-            digest.update(ids_le(spec.prompt[at:length]))
-            at = length
-            session = self._by_prefix.get(digest.digest())
-            if session is not None and any(
-                b.boundary == length and b.secret == spec.secret and b.ids[:length] == spec.prompt[:length]
-                for b in session.branches
-            ):
-                found = session
-        return found
+            self._prefixes.update(session)
 
     def claimed(self, branch: Branch) -> bool:
         """Some open session still has this branch. O(sessions)."""
@@ -114,19 +92,8 @@ class SessionBook:
                 return True
         for number, session in self._nameless.items():
             if self.may_forget(session):
-                self._forget_prefixes(session)
+                self._prefixes.forget(session)
                 del self._nameless[number]
                 self.on_forget(session)
                 return True
         return False
-
-    def _forget_prefixes(self, session: Session) -> None:
-        for branch in session.branches:
-            key = _prefix_name(branch)
-            if self._by_prefix.get(key) is session:
-                del self._by_prefix[key]
-            left = self._lengths.get(branch.boundary, 0) - 1
-            if left > 0:
-                self._lengths[branch.boundary] = left
-            else:
-                self._lengths.pop(branch.boundary, None)

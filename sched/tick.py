@@ -36,8 +36,8 @@ log = logging.getLogger(__name__)
 MAX_POSTINGS_PER_TICK = 256
 MAX_TICK_S = 0.002
 """After so many postings, or so long, the loop gets its turn before the next tick; one posting is never cut short."""
-CHECK_INTERVAL_S = 1.0
-"""The core checks itself when nothing runs: at most this often, and at most 1 % of the time."""
+CHECK_INTERVAL_S = 0.1
+"""The core checks itself when nothing runs: a slice at most this often and at most 1 % of the time, until all was looked at."""
 
 
 class DecisionCore(Protocol):
@@ -52,7 +52,9 @@ class DecisionCore(Protocol):
 
     def plan(self) -> StepPlan | None: ...
 
-    def check(self) -> None: ...
+    def check_some(self) -> bool: ...
+
+    def measure_with(self, stopwatch: Callable[[], float]) -> None: ...
 
     def statistics(self) -> Any: ...
 
@@ -81,6 +83,7 @@ class Ticker:
         """To be made on the loop's thread, while the loop runs. Nothing runs before ``start``."""
         self._loop = loop = asyncio.get_running_loop()
         self._core = core
+        core.measure_with(time.perf_counter)
         self._clock = clock
         self._check_when_idle = check_when_idle
         self._on_device_lost = on_device_lost
@@ -283,9 +286,12 @@ class Ticker:
         if self.retired or not self._is_idle():
             return  # the tick that makes it idle again asks again
         began = time.monotonic()
+        done = True
         try:
-            self._core.check()
+            done = self._core.check_some()
         except Exception as error:  # noqa: BLE001 - as in _tick
             self._violated(error)
         ended = time.monotonic()
         self._next_check = ended + max(CHECK_INTERVAL_S, 100.0 * (ended - began))
+        if not done:
+            self._check_later()

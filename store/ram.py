@@ -67,6 +67,11 @@ class RamBook:
     def free(self) -> int:
         return len(self._free)
 
+    @property
+    def n_filled(self) -> int:
+        """Slots with a key."""
+        return len(self._by_key)
+
     def take(self) -> int | None:
         """A free slot, held once by the caller, without a key; None when none is free."""
         if not self._free:

@@ -109,7 +109,18 @@ async def test_a_defect_found_by_the_idle_check_is_not_silent() -> None:
         assert not report.finished
 
 
-async def test_the_idle_check_comes_once_and_not_while_turns_run() -> None:
+async def test_the_idle_check_goes_on_until_all_was_looked_at() -> None:
+    core = Script()
+    core.slices = 3
+    async with running(core) as scheduler:
+        scheduler.close_session("any")
+        with anyio.fail_after(10):
+            await core.checked_all.wait()
+    assert core.checks == 3
+
+
+async def test_the_idle_check_comes_once_and_not_while_turns_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tick, "CHECK_INTERVAL_S", 60.0)
     core = Script()
     async with running(core) as scheduler:
         stream = await scheduler.submit(spec(scheduler))

@@ -36,8 +36,13 @@ class Script:
         self.seen: list[events.Event] = []
         self.plans: list[StepPlan] = []
         self.checks = 0
+        self.slices = 1
+        self.checked_all = anyio.Event()
         self.check_error: Exception | None = None
         self._out: list[commands.Command] = []
+
+    def measure_with(self, stopwatch: Callable[[], float]) -> None:
+        self.stopwatch = stopwatch
 
     def take_in(self, event: events.Event) -> None:
         self._out += self.handle(event)
@@ -53,10 +58,14 @@ class Script:
     def plan(self) -> StepPlan | None:
         return self.plans.pop(0) if self.plans else None
 
-    def check(self) -> None:
+    def check_some(self) -> bool:
         self.checks += 1
         if self.check_error is not None:
             raise self.check_error
+        if self.checks < self.slices:
+            return False
+        self.checked_all.set()
+        return True
 
     def statistics(self) -> Counter[str]:
         return Counter(type(event).__name__ for event in self.seen)
