@@ -146,19 +146,25 @@ def test_a_file_that_goes_while_it_is_looked_at_is_gone_and_a_new_one_is_looked_
         assert looked.reason == "size"
         reader._once = Replaced(reader, replacement, paths[1])  # type: ignore[method-assign]
         assert reader.examine(chunk, payload=True).reason == ""  # ... but another has its name when it is to be reported
-        paths[1].unlink()
+        paths[1].write_bytes(b"")
+        reader = Reader(place)
+        reader._once = Replaced(reader, None, paths[1])  # type: ignore[method-assign]
+        assert reader.examine(chunk, payload=True).reason == GONE  # refused, but evicted before it is reported
         assert Reader(place).examine(chunk, payload=True).reason == GONE
 
 
 class Replaced:
-    """The first look, then the writer's rename, then looks as they are."""
+    """The first look, then the writer's rename (or the janitor's unlink), then looks as they are."""
 
-    def __init__(self, reader: Reader, new: Path, path: Path) -> None:
+    def __init__(self, reader: Reader, new: Path | None, path: Path) -> None:
         self._once, self._new, self._path = reader._once, new, path
 
     def __call__(self, found: Found, *, payload: bool) -> object:
         verdict = self._once(found, payload=payload)
-        if self._new.exists():
+        if self._new is None:
+            assert verdict[0].reason == "size"
+            self._path.unlink()
+        elif self._new.exists():
             self._new.rename(self._path)
         return verdict
 

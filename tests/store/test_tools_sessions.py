@@ -145,6 +145,21 @@ def test_a_record_that_lags_behind_knows_its_chunks_by_its_tokens(house: House) 
     assert house.there(house.d) == [False] * 3
 
 
+def test_what_another_session_goes_on_with_is_that_ones(house: House) -> None:
+    """A session that took over the whole of another and went on."""
+    with Rig(house.directory) as rig:
+        more = rig.chain(2, after=house.d, seed=4)
+        rig.write(more)
+        house.paths |= {meta.key: rig.path(meta) for meta in more}
+    put_record(house.directory, record_of("first", house.d))
+    put_record(house.directory, record_of("second", [*house.d, *more]))
+    ran = rm(house, "first")
+    assert (ran.data["files"], ran.data["shared"]) == (1, 3)
+    assert house.there([*house.d, *more]) == [True] * 5
+    assert rm(house, "second").data["files"] == 6
+    assert house.there([*house.d, *more]) == [False] * 5
+
+
 def test_all_branches_of_a_session_go(house: House) -> None:
     put_record(house.directory, record_of("a", house.d, branch="00000000000000b2"))
     ran = rm(house, "a")
@@ -226,6 +241,15 @@ def test_gc_keeps_what_is_pinned_and_deletes_what_has_expired(house: House) -> N
     assert house.there(house.b) == [True] * 3
     assert house.there([*house.a[2:], *house.c, *house.d]) == [False] * 7
     assert (ran.status, house.records["b"].exists()) == (0, True)
+
+
+def test_a_pinned_record_outlives_its_time(house: House) -> None:
+    house.records["b"].unlink()
+    put_record(house.directory, record_of("b", house.b, pinned=True, ttl_s=1, last_use_ns=10**18))
+    house.records["c"].unlink()  # has expired
+    assert tool("gc", house.directory, "--json").data["causes"] == {}
+    assert tool("gc", house.directory, "--json", "--cap", "0").data["causes"].keys() == {"cap"}
+    assert house.there(house.b) == [True] * 3
 
 
 def test_gc_for_age_deletes_old_records_but_no_pinned_ones(house: House) -> None:
