@@ -12,7 +12,7 @@ import zlib
 
 import torch
 from kvalet.runtime.spec import ModelSpec
-from kvalet.runtime.tensor_source import ROPE_FACTORS, roles
+from kvalet.runtime.tensor_source import roles
 from kvalet.runtime.tokenizer import Alphabet, Tokenizer
 from torch import Tensor
 
@@ -25,10 +25,10 @@ class DummyTensors:
     def __init__(self, spec: ModelSpec, seed: int = SEED) -> None:
         self.label = f"dummy weights of {spec.name}"
         self._seed = seed
-        self._roles = {role for role, _ in roles(spec)}
+        self._shapes = dict(roles(spec))
 
     def __contains__(self, role: str) -> bool:
-        return role in self._roles and role != ROPE_FACTORS
+        return role in self._shapes
 
     def load(self, role: str, out: Tensor) -> None:
         if out.dim() == 1:
@@ -41,8 +41,8 @@ class DummyTensors:
         return []
 
     def digest(self) -> str:
-        """Instead of a digest over bytes: bytes of one seed and the shapes, which are identity fields of their own."""
-        return f"dummy-{self._seed}"
+        """Instead of one over bytes: over the seed and all shapes, from which the bytes follow."""
+        return f"dummy-{self._seed}-{zlib.crc32(json.dumps(self._shapes).encode()):08x}"
 
 
 def ids_tokenizer(vocab: int, end_ids: frozenset[int]) -> Tokenizer:

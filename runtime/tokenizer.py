@@ -19,7 +19,7 @@ from enum import Enum
 from functools import cached_property
 from typing import cast
 
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
@@ -79,12 +79,30 @@ class Alphabet(Enum):
     IDS = "ids"
 
 
+def _words(digits: str) -> pre_tokenizers.PreTokenizer:
+    """The cut into words that Llama 3 and Qwen share; ``digits``: how many digits make one."""
+    words = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+        + digits
+        + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    return pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(words), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+
+
 _PRE_TOKENIZERS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
     "smollm": lambda: pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     ),
     "gpt-2": lambda: pre_tokenizers.ByteLevel(add_prefix_space=False),
+    "llama-bpe": lambda: _words(r"\p{N}{1,3}"),
+    "qwen2": lambda: _words(r"\p{N}"),
 }
+_WHOLE_WORDS_FIRST = frozenset({"llama-bpe"})
+"""Where a word that is a token is that token, whatever its merges say."""
+_COMPOSED = frozenset({"qwen2"})
+"""Where a text is brought to Unicode's composed form first."""
 
 
 class Tokenizer:
@@ -250,7 +268,10 @@ def build_tokenizer(arrays: TokenizerArrays) -> Tokenizer:
     vocab = {text: i for i, text in enumerate(arrays.tokens)}
     if any(len(merge) != 2 or not all(part in vocab for part in (*merge, "".join(merge))) for merge in merges):
         raise TokenizerError("tokenizer.ggml.merges holds an entry that is not two tokens making a third")
-    fast = FastTokenizer(models.BPE(vocab=vocab, merges=cast(list[tuple[str, str]], merges)))
+    pairs = cast(list[tuple[str, str]], merges)
+    fast = FastTokenizer(models.BPE(vocab=vocab, merges=pairs, ignore_merges=arrays.pre in _WHOLE_WORDS_FIRST))
+    if arrays.pre in _COMPOSED:
+        fast.normalizer = normalizers.NFC()
     fast.pre_tokenizer = _PRE_TOKENIZERS[arrays.pre]()
     fast.decoder = decoders.ByteLevel()
     for kind in (CONTROL, USER_DEFINED):
