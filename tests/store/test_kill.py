@@ -110,6 +110,13 @@ def test_kill_at_every_call_of_a_spill(empty: Path, tmp_path: Path) -> None:
     assert all(fired.values()), fired
 
 
+@pytest.mark.parametrize(("mutant", "complaint"), [("hasty", "was lost"), ("orphans", "a hole in a prefix")])
+def test_mutant_protocols_are_caught_by_the_sweep(empty: Path, tmp_path: Path, mutant: str, complaint: str) -> None:
+    """The control: a store that says "durable" too early, or names children before their parents, fails the examination."""
+    with pytest.raises(AssertionError, match=complaint):
+        sweep(empty, tmp_path, mutant, ("renameat",), at_most=6)
+
+
 @pytest.mark.long
 def test_kill_at_every_call_of_a_spill_long(empty: Path, tmp_path: Path) -> None:
     """K1, every call of every kind."""

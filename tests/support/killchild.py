@@ -1,6 +1,7 @@
-"""A process that uses a store and is killed for it: ``python killchild.py DIRECTORY write|evict|damage|open``.
+"""A process that uses a store and is killed for it: ``python killchild.py DIRECTORY write|evict|damage|open|hasty|orphans``.
 
-Prints one line per acknowledged chunk ("ack <hex key>"), flushed before it goes on, and "end" last.
+Prints one line per acknowledged chunk ("ack <hex key>"), flushed before it goes on, and "end" last. Two modes are mutants:
+"hasty" acknowledges before anything is written, "orphans" publishes the last child first.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import os
 import sys
 from pathlib import Path
 
+from kvalet.store.writeboard import Stage, Write, WriteBoard
 from storekit import FILE_BYTES, Rig
 
 
@@ -16,14 +18,34 @@ def say(line: str) -> None:
     os.write(1, line.encode() + b"\n")
 
 
+def publish_backwards() -> None:
+    """The mutant protocol: a write counts as ready although its parent is not durable, and the deepest goes first."""
+
+    def take_ready(board: WriteBoard) -> list[Write]:
+        written = [write for write in board.writes() if write.stage is Stage.WRITTEN]
+        if any(write.stage in (Stage.QUEUED, Stage.WRITING) for write in board.writes()) or not written:
+            return []
+        deepest = max(written, key=lambda write: write.meta.ordinal)
+        board._to(deepest, Stage.PUBLISHING)
+        return [deepest]
+
+    WriteBoard.take_ready = take_ready  # type: ignore[method-assign]
+    WriteBoard.has_ready = lambda board: True  # type: ignore[method-assign]
+    WriteBoard._parent_durable = lambda board, write: True  # type: ignore[method-assign]
+
+
 def main(directory: Path, mode: str) -> None:
     cap = 6 * FILE_BYTES if mode == "evict" else 1 << 24
     with Rig(directory, cap_bytes=cap, writers=2, committers=1, readers=1, touch_every_s=0.0, free_every_s=1000.0) as rig:
-        if mode in ("write", "evict"):
+        if mode == "orphans":
+            publish_backwards()
+        if mode in ("write", "evict", "hasty", "orphans"):
             batches = [rig.chain(2, tail=5), rig.chain(1, seed=1)]
             batches += [rig.chain(3, seed=2)] if mode == "evict" else []
             for metas in batches:
                 keys = {rig.submit_write(meta): meta.key for meta in metas}
+                for key in keys.values() if mode == "hasty" else ():
+                    say(f"ack {key.hex()}")
                 for _ in metas:
                     outcome = rig.settle()
                     if not outcome.reason:
