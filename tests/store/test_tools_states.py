@@ -9,6 +9,9 @@ import pytest
 from damagekit import flip
 from kvalet.store.config import BLOCK_BYTES
 from kvalet.store.ids import ChunkMeta
+from kvalet.store.inspect_check import surely_orphan
+from kvalet.store.inspect_open import open_to_look
+from kvalet.store.inspect_walk import list_store
 from recordkit import RecordRig, record_of, state_bytes, state_meta
 from storetool import Ran, tool
 
@@ -85,6 +88,18 @@ def test_states_after_something_missing_or_bad_cannot_be_reached(house: House) -
     assert (ran.status, ran.data["orphans"]["files"]) == (0, 5)  # a chunk, the tail, three states
     assert tool("gc", house.directory, "--json").data["causes"]["unreachable"]["files"] == 5
     assert house.there(house.metas) == [True, False, False, False]
+
+
+def test_an_orphaned_state_is_looked_at_again(house: House) -> None:
+    """Its tail, or its chunk, may have been written since the names were listed."""
+    with open_to_look(str(house.directory)) as place:
+        files = {found.file.index_key: found for found in list_store(place).files}
+        for state, parent in ((house.states[0], house.metas[1]), (house.states[1], house.metas[3])):
+            assert not surely_orphan(place, files[state.key], bytes(parent.key))
+            house.files[parent.key].unlink()
+            assert surely_orphan(place, files[state.key], bytes(parent.key))
+            house.files[state.key].unlink()
+            assert not surely_orphan(place, files[state.key], bytes(parent.key))
 
 
 def test_gc_takes_states_before_what_they_follow(house: House) -> None:
