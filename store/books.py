@@ -94,8 +94,8 @@ class Books(Ledger):
             return None
         self.live_bytes -= entry.n_bytes
         if entry.file.is_record:
-            for key in self.records.remove(entry):
-                self._push_again(key)
+            self.let_go(entry)
+            self.records.remove(entry)
         elif entry.ordinal == 0:
             self._first_gone(entry.index_key[:8])
         if entry.parent is not None:
@@ -166,6 +166,13 @@ class Books(Ledger):
             for record in self.records.ending(key):
                 changed.extend(self._lift(record.index_key, recency))
         return changed
+
+    def let_go(self, record: Entry) -> None:
+        """It pins nothing any more, whatever its file says."""
+        for key in self.records.release(record.index_key):
+            entry = self.find(key)
+            if entry is not None:
+                self._push(entry)
 
     def touch_record(self, entry: Entry, recency: int) -> list[Entry]:
         return self._lift(entry.index_key, recency)
@@ -272,12 +279,6 @@ class Books(Ledger):
             del self._firsts[head]
             for record in self.records.of_head(head):
                 self._push(record)
-
-    def _push_again(self, key: bytes) -> None:
-        """No pinned record names it any more."""
-        entry = self.find(key)
-        if entry is not None:
-            self._push(entry)
 
     def _stands(self, entry: Entry) -> bool:
         """Not a victim until something else has gone, and not in the heap: named by a pinned record, or a pinned record, or a

@@ -98,8 +98,17 @@ class RecordBooks:
         self.n_pinned += entry.file.pinned
         self.unread[entry.index_key] = None
 
-    def remove(self, entry: Entry) -> tuple[bytes, ...]:
+    def release(self, index_key: bytes) -> tuple[bytes, ...]:
         """Returns the keys that it held, if it was pinned."""
+        released = self._holds.pop(index_key, ())
+        for name in released:
+            self.held[name[:8]] -= 1
+            if not self.held[name[:8]]:
+                del self.held[name[:8]]
+        return released
+
+    def remove(self, entry: Entry) -> None:
+        """Released already."""
         key = entry.index_key
         _take_out(self._sessions, entry.file.session, entry.file.branch)
         _take_out(self._heads, entry.file.head, key)
@@ -108,12 +117,6 @@ class RecordBooks:
         self.n_pinned -= entry.file.pinned
         self.unread.pop(key, None)
         self._ttl_ns.pop(key, None)
-        released = self._holds.pop(key, ())
-        for name in released:
-            self.held[name[:8]] -= 1
-            if not self.held[name[:8]]:
-                del self.held[name[:8]]
-        return released
 
     def learn_ttl(self, index_key: bytes, ttl_s: int | None) -> None:
         """What its file says, if that could be read (None: it is kept until evicted)."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from kvalet.store import layout
 from kvalet.store.admission import gates_for, parent_key, refuse_read, refuse_write
 from kvalet.store.config import KLASSES
-from kvalet.store.entries import Entry
+from kvalet.store.entries import Entry, Room
 from kvalet.store.ids import ChunkKey, ChunkMeta
 from kvalet.store.janitor import Burial, Gate, round_block
 from kvalet.store.jobs import RecordResult
@@ -37,20 +37,30 @@ def admit_record(state: StoreState, job: int, record: Record, done: Done, klass:
     n_bytes = round_block(min(size_bound(record), MAX_RECORD_BYTES))
     reason = _refuse(state, record, file, n_bytes, parent, klass)
     if not reason:
-        room = state.books.reserve(n_bytes, state.spare_bytes, record=True)
+        state.books.pin(record.keys)  # before room is made for it
+        room = _reserve(state, record, file, n_bytes)
         if room.granted:
             meta = ChunkMeta(ChunkKey(file.index_key), parent, 0, 0, (), 0)
             gates = gates_for(state, room.victims, file.name)
             recency = state.books.next_recency(state.wall_ns())
-            write = Write(job, meta, file, NO_SLOT, done, klass, n_bytes, recency, gates, parent=parent, record=record)
-            state.books.pin(record.keys)
             state.books.add_child(parent)
             state.budget.book(n_bytes)
-            state.board.add(write)
+            state.board.add(Write(job, meta, file, NO_SLOT, done, klass, n_bytes, recency, gates, parent=parent, record=record))
             state.for_writers.notify()
             return
+        state.books.unpin(record.keys)
         reason = "full"
     state.answer(done, WriteOver(job, reason, is_record=True))
+
+
+def _reserve(state: StoreState, record: Record, file: FileName, n_bytes: int) -> Room:
+    """A wish to unpin must come true even where pinned sessions fill the tier: they are let go before the record can say so."""
+    room = state.books.reserve(n_bytes, state.spare_bytes, record=True)
+    old = state.books.entry(file.index_key)
+    if not room.granted and old is not None and old.file.pinned and not record.pinned:
+        state.books.let_go(old)
+        room = state.books.reserve(n_bytes, state.spare_bytes, record=True)
+    return room
 
 
 def _refuse(state: StoreState, record: Record, file: FileName, n_bytes: int, parent: bytes, klass: int) -> str:
