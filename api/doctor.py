@@ -23,6 +23,7 @@ from enum import StrEnum
 from pathlib import Path
 
 import orjson
+from kvalet.api.device_choice import cuda_fault
 from kvalet.api.fetch_model import DEFAULT_MODEL, file_sha256, model_path
 from kvalet.api.machine import available_memory
 
@@ -90,10 +91,27 @@ def check_device(subject: Subject) -> Finding:
         import torch
     except (ImportError, OSError) as error:
         return Finding("device", Verdict.WRONG, f"torch cannot be imported: {error}")
-    if torch.cuda.is_available():
-        names = ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
-        return Finding("device", Verdict.OK, f"cuda: {names}")
-    return Finding("device", Verdict.OK, f"cpu only (torch {torch.__version__})")
+    return device_finding(describe_cuda() if torch.cuda.is_available() else "", cuda_fault())
+
+
+def describe_cuda() -> str:
+    """The cards that torch sees, with their memory."""
+    import torch
+
+    cards = []
+    for index in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(index)
+        cards.append(f"{torch.cuda.get_device_name(index)}, {free / GIB:.1f} of {total / GIB:.1f} GiB free")
+    return "; ".join(cards)
+
+
+def device_finding(cards: str, fault: str) -> Finding:
+    """``cards``: those that torch sees, "" = none; ``fault``: why `--device cuda` would not start, "" = it would."""
+    if not fault:
+        return Finding("device", Verdict.OK, f"cuda: {cards} (serve with --device cuda)")
+    if cards:
+        return Finding("device", Verdict.NOTE, f"cuda: {cards}, but not usable", fault)
+    return Finding("device", Verdict.OK, f"cpu only: {fault}")
 
 
 def check_cpu(subject: Subject) -> Finding:
@@ -140,6 +158,14 @@ def check_memory(subject: Subject) -> Finding:
     if memory.available_bytes < MIN_MEMORY_BYTES:
         return Finding("memory", Verdict.WRONG, found, "at least 1 GiB is needed for the default model")
     return Finding("memory", Verdict.OK, found)
+
+
+def check_locked_memory(subject: Subject) -> Finding:
+    """The RAM tier is registered with a GPU; most drivers do not look at this limit, some do."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY:
+        return Finding("locked memory", Verdict.OK, "no limit")
+    return Finding("locked memory", Verdict.OK, f"{soft // (1 << 20):,} MiB (raise `ulimit -l` if registering a slab fails)")
 
 
 def check_descriptors(subject: Subject) -> Finding:
@@ -205,6 +231,7 @@ CHECKS: tuple[Callable[[Subject], Finding], ...] = (
     check_device,
     check_cpu,
     check_memory,
+    check_locked_memory,
     check_model,
     check_store_space,
     check_direct_io,

@@ -2,7 +2,8 @@
 
 The meaning is that of ``runtime.sampler`` (its plain twin), the noise that of ``runtime.noise``, bit for bit: a token depends
 on the request's seed and position only, not on its neighbours, nor on where it is sampled beyond the rounding of exp and log.
-Rows whose logits must be edited first (penalties, biases, bans, grammars) or that want log-probabilities are sampled on the host.
+Rows whose logits must be edited first (penalties, biases, bans, grammars) or that want log-probabilities are sampled on the
+host.
 """
 
 from __future__ import annotations

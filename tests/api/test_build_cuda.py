@@ -20,6 +20,7 @@ from kvalet.api.build_cuda import memlock_notes, numerics, unsupported
 from kvalet.api.config import EngineConfig
 from kvalet.api.device_choice import PIP_LINE, choose_device, missing_packages
 from kvalet.api.device_plan import DeviceMemory
+from kvalet.api.doctor import Verdict, device_finding
 from kvalet.api.engine import Engine
 from kvalet.api.memory_plan import MemoryPlan
 from kvalet.api.requests import CompletionRequest
@@ -135,7 +136,8 @@ async def test_sessions_leave_the_pool_and_come_back_the_same(model: Path) -> No
 @pytest.mark.anyio
 async def test_every_kind_of_sampling_is_served_and_follows_its_seed(model: Path) -> None:
     kinds: list[dict[str, Any]] = [
-        {}, {"temperature": 1.0, "seed": 3}, {"temperature": 1.0, "seed": 4, "top_p": 0.8}, {"temperature": 0.7, "top_k": 5, "seed": 5},
+        {}, {"temperature": 1.0, "seed": 3}, {"temperature": 1.0, "seed": 4, "top_p": 0.8},
+        {"temperature": 0.7, "top_k": 5, "seed": 5},
         {"temperature": 1.0, "seed": 6, "logprobs": 2}, {"temperature": 1.0, "seed": 7, "repetition_penalty": 1.2},
     ]  # fmt: skip
     async with served(config(model, pool_tokens=4096, ram_bytes=0)) as engine:
@@ -223,3 +225,15 @@ def test_the_memlock_limit_is_told_where_it_is_too_small() -> None:
     (note,) = memlock_notes(made, 8 << 20)
     assert "8 MiB" in note
     assert "500 MiB" in note
+
+
+def test_what_the_doctor_says_about_a_gpu() -> None:
+    fine, broken, none = (
+        device_finding("H200", ""),
+        device_finding("H200", f"no kernels: {PIP_LINE}"),
+        device_finding("", "no card"),
+    )
+    assert (fine.verdict, broken.verdict, none.verdict) == (Verdict.OK, Verdict.NOTE, Verdict.OK)
+    assert "--device cuda" in fine.found
+    assert PIP_LINE in broken.advice
+    assert "cpu only: no card" in none.found

@@ -13,7 +13,8 @@ from kvalet.api.settings import BadSettings, ServeSettings, load, parse_size
 
 RENAMED = {
     "store_dir": "store", "write_timeout_s": "write_timeout_seconds", "drain_s": "drain_seconds", "api_keys": "api_key",
-    "flush_s": "flush_seconds", "body_timeout_s": "body_timeout_seconds", "keep_alive_s": "keep_alive_seconds", "ping_s": "ping_seconds",
+    "flush_s": "flush_seconds", "body_timeout_s": "body_timeout_seconds", "keep_alive_s": "keep_alive_seconds",
+    "ping_s": "ping_seconds",
 }  # fmt: skip
 
 

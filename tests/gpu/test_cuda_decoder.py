@@ -6,6 +6,12 @@ import random
 
 import pytest
 import torch
+from kvalet.runtime.cuda_decoder import CudaDecoder
+from kvalet.runtime.dummy import DummyTensors
+from kvalet.runtime.page_tables import page_tables
+from kvalet.runtime.plain_weights import load_plain
+from kvalet.runtime.rope_spec import RopeSpec
+from kvalet.runtime.spec import ModelSpec
 from torch.nn import functional
 
 pytestmark = pytest.mark.gpu
@@ -64,8 +70,8 @@ def test_decode_equals_dense_for_every_group_size(group: int, dim: int) -> None:
 
     lengths = [1, 15, 16, 17, 31, 32, 33, 250]
     pool, tables = poisoned_rows(lengths, group, dim, seed=group)
-    plan = fi.DecodePlan(pool, 2 * group, len(lengths), 64, fi.workspace(DEVICE))
-    plan.plan(fi.page_tables(tables, lengths, 16))
+    plan = fi.DecodePlan(pool, 2 * group, len(lengths), (0, 0, 0), {0: fi.make_workspace(DEVICE)})
+    plan.plan(page_tables(tables, lengths, 16))
     q = torch.randn(len(lengths), 2 * group, dim, dtype=torch.bfloat16, device=DEVICE)
     for layer in range(3):
         out = plan.run(layer, q, torch.empty_like(q))
@@ -82,8 +88,8 @@ def test_prefill_equals_dense(group: int) -> None:
 
     lengths, new = [5, 16, 33, 300], [5, 7, 33, 129]
     pool, tables = poisoned_rows(lengths, group, 128, seed=group)
-    plan = fi.PrefillPlan(pool, 2 * group, fi.workspace(DEVICE))
-    plan.plan(fi.page_tables(tables, lengths, 16), new)
+    plan = fi.PrefillPlan(pool, 2 * group, (0, 0, 0))
+    plan.plan(page_tables(tables, lengths, 16), new)
     q = torch.randn(sum(new), 2 * group, 128, dtype=torch.bfloat16, device=DEVICE)
     out = plan.run(1, q, torch.empty_like(q))
     at = 0
@@ -97,7 +103,6 @@ def test_prefill_equals_dense(group: int) -> None:
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_qkv_kernel_equals_its_plain_twin(norm: bool, dim: int) -> None:
-    from kvalet.runtime.cuda_decoder import rope_table
     from kvalet.runtime.qkv_plain import qkv_to_pages_plain
     from kvalet.runtime.qkv_triton import qkv_to_pages
 
@@ -106,8 +111,9 @@ def test_qkv_kernel_equals_its_plain_twin(norm: bool, dim: int) -> None:
     twin = pool.clone()
     qkv = torch.randn(n, (n_q + 2 * n_kv) * dim, dtype=torch.bfloat16, device=DEVICE)
     dest = torch.randperm(9 * 16, device=DEVICE)[:n]
-    positions = torch.randint(0, 500, (n,), dtype=torch.int32, device=DEVICE)
-    table = rope_table(dim, 1e5, 512, DEVICE)
+    positions = torch.randint(0, 500, (n,), device=DEVICE)
+    angles = torch.outer(torch.arange(512.0), 1e5 ** (-torch.arange(0, dim, 2) / dim))
+    table = torch.cat((angles.cos(), angles.sin()), dim=-1).to(DEVICE)
     norms = torch.randn(2, dim, dtype=torch.bfloat16, device=DEVICE) if norm else None
     q = torch.empty(n, n_q, dim, dtype=torch.bfloat16, device=DEVICE)
     qkv_to_pages(qkv, pool, 1, dest, positions, table, n_q, norms, 1e-6, q)
@@ -118,29 +124,33 @@ def test_qkv_kernel_equals_its_plain_twin(norm: bool, dim: int) -> None:
 
 def test_decode_graph_continues_a_prefill_like_a_longer_prefill() -> None:
     """Prefill n tokens and decode three = prefill of n + 3, in logits; two rows of one bucket, the third row is padding."""
-    from kvalet.runtime import attn_flashinfer as fi
-    from kvalet.runtime.cuda_decoder import CudaDecoder, DecoderShape, prefill, random_weights
     from kvalet.runtime.cuda_graphs import DecodeGraph
+    from kvalet.runtime.cuda_ops import CudaOps
 
-    shape = DecoderShape(3, 256, 6, 2, 64, 512, 1000, qk_norm=True)
+    spec = ModelSpec(
+        architecture="qwen3", name="small", n_layers=3, hidden=256, n_q_heads=6, n_kv_heads=2, head_dim=64, ffn=512,
+        vocab=1000, context=500, eps=1e-6, rope=RopeSpec(1e6), qk_norm=True,
+    )  # fmt: skip
     pool = torch.full((40, 3, 2, 16, 2, 64), float("nan"), dtype=torch.bfloat16, device=DEVICE)
     pool[0] = 0
-    decoder = CudaDecoder(shape, random_weights(shape, DEVICE), pool, 512)
-    space = fi.workspace(DEVICE)
+    ops = CudaOps(DEVICE)
+    decoder = CudaDecoder(spec, load_plain(DummyTensors(spec), spec, torch.bfloat16, DEVICE), pool, 512, ops)
     last_ids = torch.zeros(4, dtype=torch.int64, device=DEVICE)
-    graph = DecodeGraph(decoder, fi.DecodePlan(pool, 6, 3, 64, space), last_ids, 16)
+    plan = ops.decode_attention(pool, 6, 3, spec.windows, alone=False)
+    logits = torch.zeros(3, 1000, dtype=torch.bfloat16, device=DEVICE)
+    graph = DecodeGraph(decoder, plan, last_ids, 16, logits)
     rng = random.Random(1)
     ids = [[rng.randrange(1000) for _ in range(n + 3)] for n in (30, 45)]
     tables = [[1 + i for i in range(4)], [10 + i for i in range(4)]]
-    pre = fi.PrefillPlan(pool, 6, fi.workspace(DEVICE))
+    pre = ops.prefill_attention(pool, 6, spec.windows)
 
     def run_prefill(upto: list[int]) -> torch.Tensor:
-        pre.plan(fi.page_tables(tables, upto, 16), upto)
+        pre.plan(page_tables(tables, upto, 16), upto)
         flat = [t for row, n in zip(ids, upto, strict=True) for t in row[:n]]
         where = [(tab[p // 16] * 16 + p % 16, p) for tab, n in zip(tables, upto, strict=True) for p in range(n)]
         dest = torch.tensor([w[0] for w in where], device=DEVICE)
-        positions = torch.tensor([w[1] for w in where], dtype=torch.int32, device=DEVICE)
-        hidden = prefill(decoder, pre, torch.tensor(flat, device=DEVICE), positions, dest)
+        positions = torch.tensor([w[1] for w in where], device=DEVICE)
+        hidden = decoder.hidden(torch.tensor(flat, device=DEVICE), positions, dest, pre.run)
         ends = torch.tensor([upto[0] - 1, sum(upto) - 1], device=DEVICE)
         return decoder.logits(hidden[ends]).float()
 

@@ -6,16 +6,32 @@ import itertools
 import random
 import threading
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from kvalet.runtime.geometry import KVGeometry
+from devicekit import Driver, RandomTensors, Session
+from kvalet.runtime.plain_ops import PlainOps
+from kvalet.runtime.plain_weights import load_plain
 from kvalet.runtime.plan import EndedBy, PageId, Row, RowId, RowOpen, SamplingParams, SlotId, StepPlan
+from kvalet.runtime.rope_spec import RopeSpec
+from kvalet.runtime.spec import ModelSpec
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=1000, ignore_eos=True)
-GEOMETRY = KVGeometry(3, 2, 64)
+SPEC = ModelSpec(
+    architecture="qwen3", name="small", n_layers=3, hidden=256, n_q_heads=6, n_kv_heads=2, head_dim=64, ffn=512, vocab=1000,
+    context=2000, eps=1e-6, rope=RopeSpec(1e6), qk_norm=True,
+)  # fmt: skip
+GEOMETRY = SPEC.geometry("bf16")
+FAMILIES = {
+    "own head and biases": replace(SPEC, qk_norm=False, qkv_bias=True, out_bias=True, mlp_bias=True),
+    "tied, heads of 128, group of 7": replace(SPEC, tied=True, head_dim=128, n_q_heads=7, n_kv_heads=1),
+    "windows in some layers": replace(SPEC, window=40, window_layers=frozenset((0, 2))),
+    "a window in all": replace(SPEC, window=33, window_layers=frozenset((0, 1, 2))),
+    "a layer without rotation": replace(SPEC, nope_layers=frozenset((1,))),
+}
 
 
 class NoText:
@@ -26,16 +42,24 @@ class NoText:
 @pytest.fixture(scope="module")
 def engine():  # type: ignore[no-untyped-def]
     assert torch.cuda.is_available(), "a GPU test was asked for and there is no CUDA device"
-    from kvalet.runtime.cuda_decoder import CudaDecoder, DecoderShape, random_weights
+    return make_engine(SPEC)
+
+
+def make_engine(spec: ModelSpec, ops: Any = None, **options: Any) -> Any:
+    """On the GPU, or on ``ops``: the same random tensors, in bf16."""
+    from kvalet.runtime.cuda_decoder import CudaDecoder
     from kvalet.runtime.cuda_engine import CudaEngine
+    from kvalet.runtime.cuda_ops import CudaOps
     from kvalet.runtime.cuda_pool import CudaPool
     from kvalet.runtime.rows import TextContext
 
-    shape = DecoderShape(3, 256, 6, 2, 64, 512, 1000, qk_norm=True)
-    pool = CudaPool(GEOMETRY, 200, DEVICE)
-    decoder = CudaDecoder(shape, random_weights(shape, DEVICE), pool.pages, 2048)
-    text = TextContext(vocabulary=NoText(), vocab_size=1000, end_ids=frozenset())
-    return CudaEngine(decoder, pool, text, max_rows=8, max_step_tokens=512)
+    ops = ops if ops is not None else CudaOps(DEVICE)
+    pool = CudaPool(spec.geometry("bf16"), 200, ops.device)
+    pool.poison(range(1, 200))
+    weights = load_plain(RandomTensors(spec), spec, torch.bfloat16, ops.device)
+    decoder = CudaDecoder(spec, weights, pool.pages, 2048, ops)
+    text = TextContext(vocabulary=NoText(), vocab_size=spec.vocab, end_ids=frozenset())
+    return CudaEngine(decoder, pool, text, **{"max_rows": 8, "max_step_tokens": 512, **options})
 
 
 STEPS = itertools.count()
@@ -99,12 +123,13 @@ def test_end_by_length_drops_the_surplus(engine) -> None:  # type: ignore[no-unt
 
 def test_spilled_poisoned_and_moved_pages_restore_bit_for_bit(engine) -> None:  # type: ignore[no-untyped-def]
     """P32 on the device: out to the slab, pool poisoned, back into other pages; same KV bits, same tokens."""
-    from kvalet.runtime.cuda_pool import CudaCopier, RegisteredSlab
+    from kvalet.runtime.cuda_pool import CudaCopier
+    from kvalet.runtime.cuda_slab import CudaHostMemory, RegisteredSlab
     from kvalet.runtime.slab import Slab
 
-    slab = Slab(GEOMETRY, 3)
-    registered = RegisteredSlab(slab)
-    copier = CudaCopier(engine.pool, registered)
+    slab = Slab(GEOMETRY, 3, populate=False)
+    registered = RegisteredSlab(slab, CudaHostMemory())
+    copier = CudaCopier(engine.pool, registered, engine.decoder.ops)
 
     def wait(start) -> None:  # type: ignore[no-untyped-def]
         done = threading.Event()
@@ -130,3 +155,76 @@ def test_spilled_poisoned_and_moved_pages_restore_bit_for_bit(engine) -> None:  
     copier.close()
     registered.close()
     slab.close()
+
+
+def sessions(seed: int, params: list[SamplingParams]) -> list[Session]:
+    rng = random.Random(seed)
+    lengths = ((1, 12), (16, 30), (17, 9), (90, 25), (128, 40), (41, 7))
+    return [
+        Session(rng.choices(range(1000), k=length), n, replace(params[i % len(params)], max_tokens=n))
+        for i, (length, n) in enumerate(lengths)
+    ]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_like_plain_torch_on_the_same_device(name: str) -> None:
+    """bf16 rounds differently in other kernels: most ids are the same, and log-probabilities of equal beginnings are near."""
+    asked = [replace(GREEDY, logprobs=0)]
+    mine, theirs = sessions(5, asked), sessions(5, asked)
+    Driver(make_engine(FAMILIES[name])).run(mine)
+    Driver(make_engine(FAMILIES[name], PlainOps(DEVICE))).run(theirs)
+    for one, other in zip(mine, theirs, strict=True):
+        same = next((i for i, (a, b) in enumerate(zip(one.ids, other.ids, strict=True)) if a != b), len(one.ids))
+        assert one.logprobs[: same + 1] == pytest.approx(other.logprobs[: same + 1], abs=0.15), name
+    assert sum(one.ids[:4] == other.ids[:4] for one, other in zip(mine, theirs, strict=True)) >= 4
+
+
+MIXED = [
+    GREEDY,
+    SamplingParams(temperature=0.9, seed=1, ignore_eos=True),
+    SamplingParams(temperature=1.1, top_p=0.8, top_k=40, seed=2, ignore_eos=True),
+    SamplingParams(temperature=1.0, seed=4, ignore_eos=True, repetition_penalty=1.3),
+]
+
+
+def test_deterministic_ids_do_not_depend_on_neighbours_nor_on_lag() -> None:
+    """Rule 11: alone, in company, with the host behind or not; drawn on the device and on the host."""
+    engine = make_engine(SPEC, deterministic=True, decode_rows=4)
+    alone, together, behind = sessions(6, MIXED), sessions(6, MIXED), sessions(6, MIXED)
+    Driver(engine, lag=0, seed=1, piece=256).run(alone, at_once=1)
+    Driver(engine, lag=0, seed=2, piece=256).run(together, at_once=6)
+    Driver(engine, lag=1, seed=3, piece=256).run(behind, at_once=5)
+    assert [s.ids for s in alone] == [s.ids for s in together] == [s.ids for s in behind]
+
+
+def test_nothing_is_allocated_while_serving(engine: Any) -> None:
+    """After one round the allocator has all it needs."""
+    Driver(engine, seed=4).run(sessions(7, MIXED), at_once=6)
+    torch.cuda.synchronize()
+    reserved = torch.cuda.memory_reserved()
+    for seed in range(5):
+        Driver(engine, seed=seed).run(sessions(seed, MIXED), at_once=6)
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_reserved() == reserved
+
+
+def test_drawn_on_the_device_like_on_the_host() -> None:
+    """The noise bit for bit; the tokens up to the rounding of exp and log."""
+    import numpy as np
+    from kvalet.runtime.device_sampler import FIELDS, Draw, draw, pack, row_uniforms
+    from kvalet.runtime.noise import row_uniform, stream_start
+    from kvalet.runtime.sampler import RowSampling, sample
+
+    params = [SamplingParams(temperature=t, top_k=k, top_p=p) for t in (0.5, 1.0) for k in (0, 20) for p in (0.9, 1.0)] * 40
+    draws = [Draw(one, seed, 3 * seed) for seed, one in enumerate(params)]
+    logits = torch.randn(len(draws), 151_936, generator=torch.Generator().manual_seed(1)) * 3
+    packed = np.zeros((FIELDS, len(draws)), dtype=np.int64)
+    pack(draws, packed)
+    starts = torch.from_numpy(np.array([stream_start(d.seed, d.position) for d in draws], dtype=np.uint64).view(np.int64))
+    uniforms = row_uniforms(starts[:4].to(DEVICE), 151_936).cpu()
+    for row, one in zip(uniforms, draws, strict=False):
+        assert np.array_equal(row.numpy(), row_uniform(one.seed, one.position, 151_936))
+    mine = draw(logits.to(DEVICE), torch.from_numpy(packed).to(DEVICE), in_order=True).tolist()
+    rows = [RowSampling(d.params, d.seed, 151_936, [0] * d.position) for d in draws]
+    theirs = [choice.token_id for choice in sample(logits, rows)]
+    assert sum(a == b for a, b in zip(mine, theirs, strict=True)) >= len(draws) - 2

@@ -1,4 +1,4 @@
-"""The device's copier and the registered slab, without a device: order, bounds, failures, pieces that become ready one by one."""
+"""The device's copier and the registered slab, without a device: order, bounds, failures, pieces ready one by one."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_many_copies_each_answer_once_whatever_may_be_in_flight(limit: int) -> N
 
 
 def test_a_wrong_page_fails_that_copy_and_a_lost_device_says_so() -> None:
-    with copies() as (pool, _, copier, ops):
+    with copies() as (_, _, copier, ops):
         wrong = waited(lambda done: copier.copy_out([1], 99, 0, done))
         assert wrong is not None
         assert not isinstance(wrong, DeviceLostText)

@@ -1,5 +1,5 @@
-"""The device engine's logic without a device: the whole engine on plain torch against the CPU engine, which shares no arithmetic
-with it but the products."""
+"""The device engine's logic without a device: the whole engine on plain torch against the CPU engine, which shares no
+arithmetic with it but the products."""
 
 from __future__ import annotations
 

@@ -27,6 +27,7 @@ from kvalet.runtime.weights import load_weights
 
 CPU = torch.device("cpu")
 CONTEXT = 512
+NO_ROW = RowId(0)
 SMALL = ModelSpec(
     architecture="llama", name="small", n_layers=3, hidden=64, n_q_heads=4, n_kv_heads=2, head_dim=16, ffn=96, vocab=211,
     context=CONTEXT, eps=1e-5, rope=RopeSpec(10_000.0),
@@ -71,7 +72,7 @@ class Session:
     n: int
     params: SamplingParams
     pages: list[int] = field(default_factory=list)
-    row: RowId = RowId(0)
+    row: RowId = NO_ROW
     fed: int = 0
     planned: int = 0
     ids: list[int] = field(default_factory=list)
@@ -80,8 +81,8 @@ class Session:
 
 
 class Driver:
-    """Plays the scheduler: prefill in pieces, decode in steps with the host ``lag`` steps behind, rows that come and go. Pages in
-    a random order; a page is poisoned when it is given out, which only an engine that reads too far notices."""
+    """Plays the scheduler: prefill in pieces, decode in steps with the host ``lag`` steps behind, rows that come and go. Pages
+    in a random order; a page is poisoned when it is given out, which only an engine that reads too far notices."""
 
     def __init__(self, engine: Any, lag: int = 1, seed: int = 0, piece: int = 40) -> None:
         self.engine, self.lag, self.piece, self.rng = engine, lag, piece, random.Random(seed)

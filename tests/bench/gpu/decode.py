@@ -15,12 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kvalet.runtime import attn_flashinfer as fi
-from kvalet.runtime.cuda_decoder import QWEN3_8B, CudaDecoder, prefill, random_weights
+from kvalet.runtime.cuda_decoder import CudaDecoder, matrix_bytes
 from kvalet.runtime.cuda_graphs import DecodeGraph
+from kvalet.runtime.cuda_ops import CudaOps
+from kvalet.runtime.page_tables import page_tables
+from qwen3 import SPEC, cuda_device
+from qwen3 import decoder as qwen3_decoder
 
 PAGE = 16
-DEVICE = torch.device("cuda")
+DEVICE = cuda_device()
 CELLS = [(1, 1024), (8, 1024), (32, 1024), (64, 1024), (128, 1024), (256, 1024), (1, 8192), (8, 8192), (32, 8192), (64, 8192)]
 
 
@@ -56,9 +59,9 @@ def decode_cell(decoder: CudaDecoder, rows: int, context: int, rates: tuple[floa
     order = (torch.randperm(pool.shape[0] - 1)[: rows * per_row] + 1).tolist()
     tables = [order[i * per_row : (i + 1) * per_row] for i in range(rows)]
     last_ids = torch.zeros(rows + 1, dtype=torch.int64, device=DEVICE)
-    graph = DecodeGraph(
-        decoder, fi.DecodePlan(pool, QWEN3_8B.n_q_heads, rows, rows * per_row, fi.workspace(DEVICE)), last_ids, PAGE
-    )
+    plan = decoder.ops.decode_attention(pool, SPEC.n_q_heads, rows, SPEC.windows, alone=False)
+    logits = torch.empty(rows, SPEC.vocab, dtype=pool.dtype, device=DEVICE)
+    graph = DecodeGraph(decoder, plan, last_ids, PAGE, logits)
     length = [context]
 
     def step() -> None:
@@ -77,7 +80,7 @@ def decode_cell(decoder: CudaDecoder, rows: int, context: int, rates: tuple[floa
     wall = (time.perf_counter() - begin) / steps * 1e3
     alone, p99 = median_ms(graph.replay, steps)
     copy_rate, flops = rates
-    weights = decoder.weights.matrix_bytes
+    weights = matrix_bytes(decoder.weights)
     floor = max(weights / copy_rate, weights * rows / flops) + rows * context * 147_456 / copy_rate
     return {
         "rows": rows, "context": context, "graph_ms": alone, "graph_p99_ms": p99, "step_ms": stepped, "wall_ms": wall,
@@ -86,7 +89,7 @@ def decode_cell(decoder: CudaDecoder, rows: int, context: int, rates: tuple[floa
 
 
 def prefill_cell(decoder: CudaDecoder, n: int, piece: int) -> dict[str, Any]:
-    plan = fi.PrefillPlan(decoder.pool, QWEN3_8B.n_q_heads, fi.workspace(DEVICE))
+    plan = decoder.ops.prefill_attention(decoder.pool, SPEC.n_q_heads, SPEC.windows)
     pages = (torch.randperm(decoder.pool.shape[0] - 1)[: -(-n // PAGE)] + 1).tolist()
     where = torch.tensor(pages, device=DEVICE)
     ids = torch.randint(1000, 150_000, (n,), device=DEVICE)
@@ -96,9 +99,9 @@ def prefill_cell(decoder: CudaDecoder, n: int, piece: int) -> dict[str, Any]:
             end = min(n, start + piece)
             positions = torch.arange(start, end, device=DEVICE)
             torch.cuda.current_stream().synchronize()  # a plan's pinned buffer is read by the stream: never plan over it
-            plan.plan(fi.page_tables([pages], [end], PAGE), [end - start])
+            plan.plan(page_tables([pages], [end], PAGE), [end - start])
             dest = where[positions // PAGE] * PAGE + positions % PAGE
-            decoder.logits(prefill(decoder, plan, ids[start:end], positions.int(), dest)[-1:])
+            decoder.logits(decoder.hidden(ids[start:end], positions, dest, plan.run)[-1:])
 
     ms, _ = median_ms(run, 3, warmup=1)
     return {"prefill_tokens": n, "piece": piece, "ms": ms, "tokens_per_s": n / ms * 1e3}
@@ -114,7 +117,7 @@ def main() -> None:
     pool = torch.empty(34_000, 36, 2, PAGE, 8, 128, dtype=torch.bfloat16, device=DEVICE)
     for page in pool.split(1000):
         page.normal_(0, 0.5)
-    decoder = CudaDecoder(QWEN3_8B, random_weights(QWEN3_8B, DEVICE), pool, 40_960)
+    decoder = qwen3_decoder(pool, CudaOps(DEVICE))
     rows = []
     for cell in [] if options.prefill_only else CELLS[2:4] if options.quick else CELLS:
         rows.append(decode_cell(decoder, *cell, rates))

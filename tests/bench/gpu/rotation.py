@@ -20,12 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-import torch
 from kvalet.api.collector import calm
-from kvalet.runtime import geometry
-from kvalet.runtime.cuda_decoder import QWEN3_8B, CudaDecoder, random_weights
 from kvalet.runtime.cuda_engine import CudaEngine
-from kvalet.runtime.cuda_pool import CudaCopier, CudaPool, RegisteredSlab
+from kvalet.runtime.cuda_ops import CudaOps
+from kvalet.runtime.cuda_pool import CudaCopier, CudaPool
+from kvalet.runtime.cuda_slab import CudaHostMemory, RegisteredSlab
 from kvalet.runtime.plan import SamplingParams, SlotId
 from kvalet.runtime.rows import TextContext
 from kvalet.runtime.slab import Slab
@@ -33,11 +32,14 @@ from kvalet.sched.config import SchedConfig
 from kvalet.sched.core import Core
 from kvalet.sched.loop import Scheduler
 from kvalet.sched.turns import Ended, TurnSpec
+from qwen3 import CONTEXT as MODEL_CONTEXT
+from qwen3 import SPEC, cuda_device
+from qwen3 import decoder as qwen3_decoder
 
 CONTEXT, NEW_PROMPT, NEW = 16_384, 256, 128
 AT_A_TIME = 8
 ROUNDS = 2
-KV = geometry.KVGeometry(QWEN3_8B.n_layers, QWEN3_8B.n_kv_heads, QWEN3_8B.head_dim)
+KV = SPEC.geometry("bf16")
 DECODE_CELLS = [(1, 1024), (8, 1024), (32, 1024), (64, 1024), (128, 1024), (256, 1024), (1, 8192), (8, 8192), (32, 8192)]
 
 
@@ -145,19 +147,19 @@ class House:
 
 
 def build(n_pages: int, ram_slots: int, max_rows: int, piece: int) -> House:
-    device = torch.device("cuda")
+    ops = CudaOps(cuda_device())
     began = time.monotonic()
-    pool = CudaPool(KV, n_pages, device)
-    decoder = CudaDecoder(QWEN3_8B, random_weights(QWEN3_8B, device), pool.pages, 40_960)
-    text = TextContext(vocabulary=NoText(), vocab_size=QWEN3_8B.vocab, end_ids=frozenset())
+    pool = CudaPool(KV, n_pages, ops.device)
+    decoder = qwen3_decoder(pool.pages, ops)
+    text = TextContext(vocabulary=NoText(), vocab_size=SPEC.vocab, end_ids=frozenset())
     engine = CudaEngine(decoder, pool, text, max_rows=max_rows, max_step_tokens=piece + max_rows)
-    slab = Slab(KV, ram_slots + 7, threads=8) if ram_slots else None
-    registered = RegisteredSlab(slab) if slab else None
-    copier: Any = CudaCopier(pool, registered) if registered else NoCopies()
+    slab = Slab(KV, ram_slots + 7, populate=False) if ram_slots else None
+    registered = RegisteredSlab(slab, CudaHostMemory(), threads=8) if slab else None
+    copier: Any = CudaCopier(pool, registered, ops) if registered else NoCopies()
     print(f"built in {time.monotonic() - began:.1f} s: {n_pages} pages, {ram_slots} RAM slots", flush=True)
     config = SchedConfig(
         page_bytes=KV.page_stride_bytes, page_tokens=KV.page_tokens, chunk_tokens=KV.chunk_tokens,
-        n_pages=n_pages, context_tokens=40_000, identity=bytes(32),
+        n_pages=n_pages, context_tokens=MODEL_CONTEXT - 960, identity=bytes(32),
         ram_slots=ram_slots, staging_slots=7 if ram_slots else 0, max_rows=max_rows, step_tokens=piece + max_rows,
         idle_step_tokens=piece, queue_limit=512, lag=1,
     )  # fmt: skip
