@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from kvalet.store import layout
+from recordkit import RecordRig, record_of
 from storekit import Rig
 
 CHILD = Path(__file__).resolve().parent.parent / "support" / "killchild.py"
@@ -24,7 +25,13 @@ Counts are per thread. Not with --seccomp-bpf: strace 6.1 then counts nothing be
 
 
 def run_child(directory: Path, mode: str, inject: str = "") -> tuple[set[bytes], bool, bool]:
-    """(acknowledged keys, killed, ended). ``inject``: system call and count, as in "renameat:2"."""
+    """(acknowledged keys, killed, ended)."""
+    lines, killed, ended = say_child(directory, mode, inject)
+    return {bytes.fromhex(line[4:]) for line in lines if line.startswith("ack ")}, killed, ended
+
+
+def say_child(directory: Path, mode: str, inject: str = "") -> tuple[list[str], bool, bool]:
+    """(its lines, killed, ended). ``inject``: system call and count, as in "renameat:2"."""
     command = [sys.executable, "-P", "-E", str(CHILD), str(directory), mode]
     if inject:
         call, _, count = inject.partition(":")
@@ -36,10 +43,9 @@ def run_child(directory: Path, mode: str, inject: str = "") -> tuple[set[bytes],
     command = [part for part in command if part not in ("-P", "-E")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
     lines = done.stdout.split("\n")
-    acked = {bytes.fromhex(line[4:]) for line in lines if line.startswith("ack ")}
     killed = done.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL)
     assert killed or done.returncode == 0, done.stderr
-    return acked, killed, "end" in lines
+    return lines, killed, "end" in lines
 
 
 def examine(directory: Path, acked: set[bytes], *, evicting: bool = False, damaged: bool = False) -> None:
@@ -107,6 +113,34 @@ def test_kill_at_every_call_of_a_spill(empty: Path, tmp_path: Path) -> None:
     """K1: all points of publication; of the others the first ones (the long run has all)."""
     fired = sweep(empty, tmp_path, "write", ("renameat", "fsync"))
     fired |= sweep(empty, tmp_path, "write", ("pwritev2", "fdatasync", "mkdirat", "utimensat"), at_most=2)
+    assert all(fired.values()), fired
+
+
+RECORD_CALLS = {"renameat": 8, "unlinkat": 8, "fdatasync": 2, "fsync": 2}
+"""All points at which names change; of the flushes the first ones."""
+
+
+def test_kill_at_every_call_of_a_record(empty: Path, tmp_path: Path) -> None:
+    """K1 with records: one that is there is whole, names nothing that is not, and is at least the last acknowledged one."""
+    fired = dict.fromkeys(RECORD_CALLS, 0)
+    for call, at_most in RECORD_CALLS.items():
+        for count in range(1, at_most + 1):
+            fresh(tmp_path / "s", empty)
+            lines, killed, _ = say_child(tmp_path / "s", "record", f"{call}:{count}")
+            acked = max((int(line[4:]) for line in lines if line.startswith("rec ")), default=0)
+            with RecordRig(tmp_path / "s") as rig:
+                rig.quiet()
+                found = rig.get()
+                assert found.reason in ("", "missing")
+                here = len(found.record.chunk_keys) if found.record else 0
+                assert here >= acked, f"{call}:{count}: a record was lost"
+                if found.record:
+                    metas = rig.chain(here, tail=5)
+                    assert found.record == record_of(metas, last_use_ns=found.record.last_use_ns)
+                    assert [rig.read(meta) for meta in metas] == [""] * len(metas), "a record names what is not there"
+            if not killed:
+                break
+            fired[call] += 1
     assert all(fired.values()), fired
 
 

@@ -1,7 +1,8 @@
-"""A process that uses a store and is killed for it: ``python killchild.py DIRECTORY write|evict|damage|open|hasty|orphans``.
+"""A process that uses a store and is killed for it: ``python killchild.py DIRECTORY MODE``.
 
-Prints one line per acknowledged chunk ("ack <hex key>"), flushed before it goes on, and "end" last. Two modes are mutants:
-"hasty" acknowledges before anything is written, "orphans" publishes the last child first.
+MODE: write, evict, damage, open, record; and two mutants: "hasty" acknowledges before anything is written, "orphans" publishes
+the last child first. Prints one line per acknowledged chunk ("ack <hex key>") or record ("rec <chunks>"), flushed before it
+goes on, and "end" last.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import sys
 from pathlib import Path
 
 from kvalet.store.writeboard import Stage, Write, WriteBoard
-from storekit import FILE_BYTES, Rig
+from recordkit import RecordRig, record_of
+from storekit import FILE_BYTES
 
 
 def say(line: str) -> None:
@@ -36,7 +38,7 @@ def publish_backwards() -> None:
 
 def main(directory: Path, mode: str) -> None:
     cap = 6 * FILE_BYTES if mode == "evict" else 1 << 24
-    with Rig(directory, cap_bytes=cap, writers=2, committers=1, readers=1, touch_every_s=0.0, free_every_s=1000.0) as rig:
+    with RecordRig(directory, cap_bytes=cap, writers=2, committers=1, readers=1, touch_every_s=0.0, free_every_s=1000.0) as rig:
         if mode == "orphans":
             publish_backwards()
         if mode in ("write", "evict", "hasty", "orphans"):
@@ -51,6 +53,12 @@ def main(directory: Path, mode: str) -> None:
                     if not outcome.reason:
                         say(f"ack {keys[outcome.job].hex()}")
                 rig.store.touch([meta.key for meta in metas])
+        elif mode == "record":
+            for n_chunks in (1, 2):  # the second replaces the first
+                metas = rig.chain(n_chunks, tail=5)
+                rig.write(metas)
+                if rig.put(record_of(metas)) == "":
+                    say(f"rec {n_chunks}")
         elif mode == "damage":
             meta = rig.chain(2)[1]
             path = rig.path(meta)
