@@ -34,7 +34,7 @@ class DummyTensors:
         if out.dim() == 1:
             out.fill_(0.0 if role.endswith(".bias") else 1.0)
             return
-        generator = torch.Generator(device=out.device).manual_seed(zlib.crc32(role.encode()) + (self._seed << 32))
+        generator = torch.Generator(device=out.device).manual_seed(zlib.crc32(f"{self._seed} {role}".encode()))
         out.normal_(0.0, 1.0 / math.sqrt(out.shape[-1]), generator=generator)
 
     def surplus(self) -> list[str]:
