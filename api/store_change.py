@@ -71,8 +71,8 @@ def gc_plan(place: Place, options: GcOptions, *, payload: bool = False) -> list[
             place, listing.files, CheckPlan(payload=payload), tick, ids_after=parents_of_tails(listing.files)
         )
     lost = unreachable(listing.files, verdicts, lambda found, parent: surely_orphan(place, found, parent))
-    stored, _ = read_records(place, listing.files)
-    removals = plan(listing, verdicts, lost, options, what_to_keep(stored, time.time_ns(), options.before_ns))
+    records, _ = read_records(place, listing.files)
+    removals = plan(listing, verdicts, lost, options, what_to_keep(records, time.time_ns(), options.before_ns))
     if place.lock_fd < 0 and holder(place):  # a server writes them right now
         removals = [removal for removal in removals if removal.folder != layout.TMP]
     return removals

@@ -46,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
     words = list(arguments)
     if words and words[0] in ("--help", "-h", "help"):
         print(usage())
-        return GOOD
+        raise SystemExit(GOOD)  # as argparse does for the commands
     if not words or words[0] not in COMMANDS:
         print(usage(), file=sys.stderr)
         if words:

@@ -28,7 +28,7 @@ from kvalet.store import layout
 from kvalet.store.inspect_check import CheckPlan, CheckReport, Part, check_store
 from kvalet.store.inspect_file import Verdict
 from kvalet.store.inspect_open import Place, holder, open_to_look
-from kvalet.store.inspect_records import OnDisk, Stored, doubles, read_records
+from kvalet.store.inspect_records import Known, OnDisk, doubles, read_records
 from kvalet.store.inspect_sums import KINDS, Sum, sums
 from kvalet.store.inspect_walk import Listing, list_store
 
@@ -46,8 +46,8 @@ def ls(arguments: Sequence[str]) -> int:
     with open_to_look(asked.store) as place:
         with progress("reading names", len(layout.SHARDED) * len(layout.SHARDS)) as tick:
             listing = list_store(place, tick)
-        stored, unread = read_records(place, listing.files)
-        answer = with_sessions(ls_answer(place, listing, each_file=asked.files), place, listing, stored, unread)
+        records, unread = read_records(place, listing.files)
+        answer = with_sessions(ls_answer(place, listing, each_file=asked.files), place, listing, records, unread)
     return show(answer, as_json=asked.json)
 
 
@@ -90,43 +90,43 @@ def ls_answer(place: Place, listing: Listing, *, each_file: bool) -> Answer:
 
 
 def with_sessions(
-    answer: Answer, place: Place, listing: Listing, stored: Sequence[Stored], unread: Sequence[Verdict]
+    answer: Answer, place: Place, listing: Listing, records: Sequence[Known], unread: Sequence[Verdict]
 ) -> Answer:
     """One line per record, the last used first."""
     on_disk = OnDisk(listing.files)
     default = layout.tenant_hash(place.secret, "") if place.secret else b""
     sessions: list[dict[str, Any]] = []
     rows = []
-    older = {one.found for one in doubles(stored)}
-    current = [one for one in stored if one.found not in older]
-    for one in sorted(current, key=lambda one: (-one.last_use_ns, one.record.session, one.record.branch)):
-        record, presence, tag = one.record, on_disk.presence(one.record), on_disk.tag(one.record)
+    older = set(doubles(records))
+    current = [one for one in records if one.found not in older]
+    for one in sorted(current, key=lambda one: (-one.last_use_ns, one.session, one.branch)):
+        presence, tag = on_disk.presence(one), on_disk.tag(one)
         sessions.append(
             {
-                "session": record.session,
-                "branch": record.branch,
+                "session": one.session,
+                "branch": one.branch,
                 "tenant_tag": tag,
                 "default_tenant": one.tenant == default,
-                "tokens": len(record.ids),
-                "stored_tokens": record.kv_len,
+                "tokens": one.n_ids,
+                "stored_tokens": one.kv_len,
                 "chunks": presence.of,
                 "chunks_on_disk": presence.chunks,
                 "tail_on_disk": presence.tail,
                 "last_use": one.last_use_ns / 1e9,
-                "ttl_s": record.ttl_s,
-                "pinned": record.pinned,
+                "ttl_s": one.ttl_s,
+                "pinned": one.pinned,
             }
         )
         tail = "" if presence.tail is None else ", tail" if presence.tail else ", no tail"
         rows.append(
             (
-                str(len(record.ids)),
+                str(one.n_ids),
                 f"{presence.chunks} of {presence.of}{tail}",
                 when(one.last_use_ns),
-                "pinned" if record.pinned else "",
+                "pinned" if one.pinned else "",
                 tag or "-",
-                record.branch,
-                shown(record.session),
+                one.branch,
+                shown(one.session),
             )
         )
     lines = list(answer.lines)

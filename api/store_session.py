@@ -12,7 +12,7 @@ from kvalet.store import layout
 from kvalet.store.inspect_check import CheckPlan, examine_all
 from kvalet.store.inspect_file import Everything, Reader, Verdict
 from kvalet.store.inspect_open import Place, open_to_change, open_to_look
-from kvalet.store.inspect_records import Stored, read_records, session_of
+from kvalet.store.inspect_records import Known, Stored, each_record, read_records, session_of
 from kvalet.store.inspect_session import plan_removal
 from kvalet.store.inspect_walk import Found, Listing, list_store
 
@@ -32,22 +32,26 @@ class Session:
     files: Sequence[Found]
     own: Sequence[Stored]
     refused: Sequence[Verdict]
-    others: Sequence[Stored]
+    others: Sequence[Known]
 
     @property
     def elsewhere(self) -> int:
-        return len({one.tenant for one in self.others if one.record.session == self.name})
+        return len({one.tenant for one in self.others if one.session == self.name})
 
 
 def find_session(place: Place, listing: Listing, tenant: str, name: str) -> Session:
     """StoreRefused without SECRET: no name can be found then."""
     session = session_of(place, tenant, name)
     files = [found for found in listing.files if found.file.folder == layout.RECORDS and found.file.session == session]
-    stored, refused = read_records(place, listing.files)
-    own = [replace(one, record=replace(one.record, tenant=tenant)) for one in stored if one.found.file.session == session]
-    others = [one for one in stored if one.found.file.session != session]
-    mine = [verdict for verdict in refused if verdict.found.file.session == session]
-    return Session(tenant, name, files, own, mine, others)
+    own: list[Stored] = []
+    refused: list[Verdict] = []
+    for one in each_record(place, files):
+        if isinstance(one, Verdict):
+            refused.append(one)
+        else:
+            own.append(replace(one, record=replace(one.record, tenant=tenant)))
+    others, _ = read_records(place, (found for found in listing.files if found.file.session != session))
+    return Session(tenant, name, files, own, refused, others)
 
 
 def no_session(place: Place, session: Session) -> Answer:

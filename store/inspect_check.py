@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvalet.store import layout
 from kvalet.store.inspect_file import GONE, Interrupted, Reader, Verdict
@@ -48,8 +48,8 @@ class CheckReport:
     """``findings``: at most MAX_FINDINGS, in the order of the paths; ``more``: how many beyond. ``reasons`` counts all.
     Bytes as the server's ledger counts them. ``checked``: files whose header was read; ``vanished``: evicted meanwhile.
     ``orphans``: good files that cannot be reached because an ancestor is missing; ``behind_bad``: because one is refused
-    (both only among the files of the part). ``identities``: digest -> (files, bytes), among the
-    checked; ``by_folder``: folder -> (files, bytes) of all."""
+    (both only among the files of the part). ``identities``: digest -> (files, bytes), among the checked; ``by_folder``:
+    folder -> (files, bytes) of all."""
 
     files: int = 0
     n_bytes: int = 0
@@ -152,9 +152,10 @@ def examine_all(
             if number is None:
                 return
             try:
-                verdicts[number] = reader.examine(files[number], payload=plan.payload)
+                verdict = reader.examine(files[number], payload=plan.payload)
             except Interrupted:
                 return
+            verdicts[number] = replace(verdict, data=b"")  # records would add up to gigabytes
             with lock:
                 tick()
 

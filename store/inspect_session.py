@@ -15,7 +15,7 @@ from kvalet.store import layout
 from kvalet.store.ids import ids_le
 from kvalet.store.inspect_file import Facts, Verdict
 from kvalet.store.inspect_gc import Cause, Removal, in_order
-from kvalet.store.inspect_records import Stored
+from kvalet.store.inspect_records import Known, Stored
 from kvalet.store.inspect_tree import DEPTH
 from kvalet.store.inspect_walk import Found
 
@@ -34,12 +34,12 @@ class SessionPlan:
 
 
 def plan_removal(
-    records: Iterable[Found], own: Sequence[Stored], others: Iterable[Stored], verdicts: Sequence[Verdict], ids_of: IdsOf
+    records: Iterable[Found], own: Sequence[Stored], others: Iterable[Known], verdicts: Sequence[Verdict], ids_of: IdsOf
 ) -> SessionPlan:
     """``records``: all record files of the session, readable or not; ``own``: the readable ones; ``others``: everybody
     else's. ``verdicts``: of every chunk, tail and state file."""
     facts = {v.found: v.facts for v in verdicts if v.facts is not None}
-    foreign = {key[:8] for one in others for key in one.record.keys}
+    foreign = {key for one in others for key in one.keys}
     by_key = {found.file.index_key[:8]: found for found in facts}
     after: dict[bytes, list[Found]] = defaultdict(list)
     for found, known in facts.items():

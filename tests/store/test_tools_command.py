@@ -56,7 +56,9 @@ def test_wrong_usage_of_the_command_itself(words: list[str], capsys: pytest.Capt
 
 @pytest.mark.parametrize("words", [["--help"], ["-h"], ["help"]])
 def test_help_tells_commands_and_statuses(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert store_command.main(words) == 0
+    with pytest.raises(SystemExit) as end:
+        store_command.main(words)
+    assert end.value.code == 0
     out = capsys.readouterr().out
     assert "exit status: 0 good; 1 damage found" in out
     assert all(f"\n  {name} " in out for name in EVERY)
