@@ -209,6 +209,17 @@ class Engine:
         """How the session stands; after a restart its records are read first. ``known`` False: nobody knows the name."""
         return await self._asked(self._open_scheduler().session_state(id, tenant))
 
+    async def state_hash(self, id: str, tenant: str = "") -> tuple[str, int]:
+        """(digest over the exact KV bytes of the session's pages on the device, in order; how many tokens they hold). For
+        tests, while nothing runs: whatever way the bytes came there, the same history has the same digest in a deterministic
+        engine. Copies all of it to the host."""
+        step_engine, pages = self._open_parts().step_engine, (await self.session_state(id, tenant)).pages
+        digest = getattr(step_engine, "kv_digest", None)
+        if digest is None:
+            raise ApiError("This engine has no digest of its KV.", code="not_supported")
+        n_tokens = len(pages) * PAGE_TOKENS
+        return str(await self._in_thread(partial(digest, pages, n_tokens))), n_tokens
+
     async def pin_session(self, id: str, tenant: str = "", *, pinned: bool = True) -> SessionState:
         """See ``Session.pin``. Idempotent. ApiError without a disk tier: pinned KV must be able to leave the device."""
         if pinned and self._open_parts().store is None:

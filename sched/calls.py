@@ -7,6 +7,8 @@ positions, now or again after a loss, are known when it is submitted. Pages are 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvalet.sched.session import Turn
 
 DECODED = -1
@@ -20,8 +22,13 @@ def piece_code(start: int, end: int) -> int:
 
 def calls_of(turn: Turn, piece: int) -> tuple[int, ...]:
     """One code per position of the turn's ids."""
+    return codes_of((*turn.decoded, (turn.n_prompt, len(turn.ids))), piece)
+
+
+def codes_of(decoded: Sequence[tuple[int, int]], piece: int) -> tuple[int, ...]:
+    """One code per position up to the end of the last of the ranges [start, end) that were decoded."""
     codes: list[int] = []
-    for start, end in (*turn.decoded, (turn.n_prompt, len(turn.ids))):
+    for start, end in decoded:
         while len(codes) < start:
             at = len(codes)
             stop = min((at // piece + 1) * piece, start)

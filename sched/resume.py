@@ -12,6 +12,7 @@ from dataclasses import replace
 from itertools import islice
 
 from kvalet.sched.board import Board
+from kvalet.sched.calls import codes_of
 from kvalet.sched.commands import ReadRecords, TellSession
 from kvalet.sched.events import AskSession, ForkSession, RecordsRead
 from kvalet.sched.growth import pin
@@ -182,4 +183,14 @@ def state_of(board: Board, session: Session) -> SessionState:
         tokens=latest.kv_len if latest is not None else 0,
         saved_tokens=line.saved_tokens if line is not None else 0,
         refused=next((other.refused for other in session.lines.values() if other.refused), ""),
+        pages=_resident_pages(board, latest) if latest is not None else (),
     )
+
+
+def _resident_pages(board: Board, branch: Branch) -> tuple[int, ...]:
+    root = board.index.roots.get(branch.secret)
+    if root is None:
+        return ()
+    ranges = (*branch.decoded, (len(branch.ids), len(branch.ids)))
+    calls = codes_of(ranges, board.config.deterministic_piece) if board.config.deterministic else ()
+    return tuple(node.page for node in board.index.walk(root, branch.ids, branch.kv_len, calls))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,7 +11,7 @@ class SessionState:
 
     ``tokens``: tokens of the most recent branch that have KV. ``saved_tokens``: how many of them are durable on disk with a
     record beside them, so that a crash does not lose them. ``refused``: why the disk last refused to take more ("" = it did
-    not). ``turns``: live turns.
+    not). ``turns``: live turns. ``pages``: the whole pages of that branch that are on the device now, in order from token 0.
     """
 
     known: bool = False
@@ -21,3 +21,4 @@ class SessionState:
     tokens: int = 0
     saved_tokens: int = 0
     refused: str = ""
+    pages: tuple[int, ...] = field(default=(), compare=False)

@@ -237,3 +237,41 @@ def test_what_the_doctor_says_about_a_gpu() -> None:
     assert "--device cuda" in fine.found
     assert PIP_LINE in broken.advice
     assert "cpu only: no card" in none.found
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("device", ["plain twin of the GPU", "cpu"])
+async def test_restored_is_never_spilled_bit_for_bit(model: Path, tmp_path: Path, device: str) -> None:
+    """The digest of a session's KV in a pool that holds all, after RAM, and after a restart from disk."""
+    asked = config(
+        model, device="cpu", deterministic=True, decode_rows=4, weights="bf16", store_dir=str(tmp_path / "kv"),
+        store_bytes=1 << 28, store_min_free_bytes=0, threads=1,
+    )  # fmt: skip
+    kit = PlainKit() if device != "cpu" else None
+
+    def engine_of(**fields: Any) -> Engine:
+        return Engine(replace(asked, **fields), builder=partial(build, kit=kit))
+
+    async def two_turns(engine: Engine, seed: int) -> None:
+        ids, _ = await ask(engine, prompt(seed), 12, f"s{seed}")
+        await ask(engine, [*prompt(seed), *ids, 5, 6, 7], 12, f"s{seed}")
+
+    async with engine_of(pool_tokens=8192, ram_bytes=0, store_dir="") as roomy:
+        for seed in range(5):
+            await two_turns(roomy, seed)
+        expected = [await roomy.state_hash(f"s{seed}") for seed in range(5)]
+        assert len({digest for digest, _ in expected}) == 5
+        assert (await roomy.state_hash("nobody"))[1] == 0
+    async with engine_of() as engine:
+        firsts = [(await ask(engine, prompt(seed), 12, f"s{seed}"))[0] for seed in range(5)]
+        for seed in range(5):
+            _, report = await ask(engine, [*prompt(seed), *firsts[seed], 5, 6, 7], 12, f"s{seed}")
+            assert seed > 1 or report.ram_tokens >= 256
+            assert await engine.state_hash(f"s{seed}") == expected[seed]
+        await engine.drain(60)
+    async with engine_of() as engine:
+        for seed in range(5):
+            history = [*prompt(seed), *firsts[seed], 5, 6, 7]
+            _, report = await ask(engine, history, 12, f"s{seed}")
+            assert report.disk_tokens >= 256
+            assert await engine.state_hash(f"s{seed}") == expected[seed]
