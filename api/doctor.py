@@ -26,6 +26,7 @@ import orjson
 from kvalet.api.device_choice import cuda_fault
 from kvalet.api.fetch_model import DEFAULT_MODEL, file_sha256, model_path
 from kvalet.api.machine import available_memory
+from kvalet.api.model_place import NoModel, find_model, folder_report
 
 GIB = 1 << 30
 MIN_PYTHON = (3, 11)
@@ -136,13 +137,21 @@ def cpu_flags(path: Path) -> frozenset[str]:
 
 def check_model(subject: Subject) -> Finding:
     path = subject.model
+    if path.is_dir():
+        wrong, found = folder_report(path)
+        advice = "give a folder with config.json and safetensors files" if wrong else ""
+        return Finding("model", Verdict.WRONG if wrong else Verdict.OK, found, advice)
     try:
         with path.open("rb") as file:
             magic = file.read(4)
         size = path.stat().st_size
         digest = file_sha256(path)
     except OSError as error:
-        advice = "run `python -m kvalet.api.fetch_model`" if subject.is_default_model else "give the path of a GGUF file"
+        advice = (
+            "run `python -m kvalet.api.fetch_model`"
+            if subject.is_default_model
+            else "give the path of a GGUF file or a model folder"
+        )
         return Finding("model", Verdict.WRONG, f"{path}: {error.strerror}", advice)
     found = f"{path}, {size / 1e6:.1f} MB, sha256 {digest}"
     if magic != b"GGUF":
@@ -239,6 +248,14 @@ CHECKS: tuple[Callable[[Subject], Finding], ...] = (
 )
 
 
+def place_of(model: str, environment: Mapping[str, str]) -> Path:
+    """Where the model is; the text as a path where it is nowhere, so that the check says so."""
+    try:
+        return find_model(model, environment).path
+    except NoModel:
+        return Path(model)
+
+
 def examine(subject: Subject) -> list[Finding]:
     return [check(subject) for check in CHECKS]
 
@@ -254,12 +271,17 @@ def report(findings: Iterable[Finding]) -> str:
 
 def main(arguments: Sequence[str], environment: Mapping[str, str] = os.environ) -> int:
     parser = argparse.ArgumentParser("kvalet doctor", description="What was found on this machine, and what is wrong.")
-    parser.add_argument("model", nargs="?", default=environment.get("KVALET_MODEL", ""), help="path of a GGUF file")
+    parser.add_argument(
+        "model",
+        nargs="?",
+        default=environment.get("KVALET_MODEL", ""),
+        help="a GGUF file, a model folder, or OWNER/NAME that was pulled",
+    )
     parser.add_argument("--store", default=environment.get("KVALET_STORE", ""), help="folder that the disk tier would use")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
     asked = parser.parse_args(list(arguments))
     default = model_path(environment=environment)
-    model = Path(asked.model) if asked.model else default
+    model = place_of(asked.model, environment) if asked.model else default
     findings = examine(Subject(model, model.absolute() == default.absolute(), asked.store))
     wrong = any(finding.verdict is Verdict.WRONG for finding in findings)
     if asked.json:

@@ -63,3 +63,22 @@ def pulled_folder(repository: str, revision: str | None) -> Path:
         )
     except (LocalEntryNotFoundError, HFValidationError):
         raise NoModel(f"there is no file or folder {repository}, and it was not pulled: `kvalet pull {repository}`") from None
+
+
+def folder_report(folder: Path) -> tuple[bool, str]:
+    """(whether something is wrong, what was found): its configuration can be served, and every weight file that it lists is
+    there. No weight is read."""
+    try:
+        from kvalet.runtime.errors import ModelError
+        from kvalet.runtime.hf_config import spec_of_config
+        from kvalet.runtime.hf_folder import CONFIG, read_config
+        from kvalet.runtime.safetensors_files import shard_files
+    except (ImportError, OSError) as error:
+        return True, f"{folder}: {error}"
+    try:
+        spec = spec_of_config(read_config(folder), str(folder / CONFIG), folder.absolute().name)
+        size = sum(path.stat().st_size for path in shard_files(folder)[0])
+    except (ModelError, OSError) as error:
+        return True, str(error)
+    shape = f"{spec.architecture}, {spec.n_layers} layers, {spec.context:,} tokens of context"
+    return False, f"{folder}, {shape}, {size / 1e6:,.1f} MB"
