@@ -6,7 +6,7 @@ import hashlib
 import stat
 from dataclasses import dataclass, field
 
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kvalet.store import layout
 from kvalet.store.fileio import FileStat
@@ -26,6 +26,8 @@ OTHER_ROOT = hashlib.blake2b(b"other", digest_size=32).digest()
 TAG = "0a0b0c0d"
 CHUNK = 4
 KINDS = (layout.CHUNKS, layout.TAILS, layout.STATES)
+CALM = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+"""The same examples each time, however busy the machine is."""
 
 
 @dataclass
@@ -110,7 +112,7 @@ def forests(draw: st.DrawFn, *, damage: bool = True, holes: bool = True) -> Fore
     return forest.finish()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(CALM, max_examples=150)
 @given(forests())
 def test_unreachable_is_having_a_missing_or_bad_ancestor(forest: Forest) -> None:
     lost = unreachable(forest.files(), forest.verdicts())
@@ -130,14 +132,14 @@ def test_unreachable_is_having_a_missing_or_bad_ancestor(forest: Forest) -> None
             assert lost[node.found] in causes
 
 
-@settings(max_examples=60, deadline=None)
+@settings(CALM, max_examples=60)
 @given(forests())
 def test_a_parent_that_appears_at_the_second_look_loses_nobody(forest: Forest) -> None:
     lost = unreachable(forest.files(), forest.verdicts(), lambda found, parent: False)
     assert set(lost.values()) <= {BAD}
 
 
-@settings(max_examples=150, deadline=None)
+@settings(CALM, max_examples=150)
 @given(forests(holes=False, damage=False))
 def test_dead_tails_are_those_that_a_longer_sibling_begins_with(forest: Forest) -> None:
     dead = {forest.node(found).number for found in dead_tails(forest.verdicts())}
@@ -165,7 +167,7 @@ OPTIONS = st.builds(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(CALM, max_examples=200)
 @given(forests(), OPTIONS, st.sets(st.integers(0, 13), max_size=3))
 def test_gc_keeps_what_it_must_and_every_prefix_of_it_is_closed(forest: Forest, options: GcOptions, pins: set[int]) -> None:
     pinned_nodes = {
@@ -213,7 +215,7 @@ def record_file(name: str, mtime: int = 1, pinned: bool = False) -> Found:
     return Found(file, FileStat(stat.S_IFREG | 0o600, 0, 1, 500, mtime, 1, 1))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(CALM, max_examples=200)
 @given(forests(holes=False, damage=False), st.data())
 def test_rm_takes_all_that_is_the_sessions_and_nothing_that_is_not(forest: Forest, data: st.DataObject) -> None:
     ends = [node for node in forest.nodes if node.folder != layout.STATES]
@@ -241,7 +243,7 @@ def test_rm_takes_all_that_is_the_sessions_and_nothing_that_is_not(forest: Fores
             assert staying, "nothing that stays needs it"
 
 
-@settings(max_examples=100, deadline=None)
+@settings(CALM, max_examples=100)
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 3), st.booleans()), max_size=8))
 def test_of_several_files_of_a_record_the_latest_counts(files: list[tuple[str, int, bool]]) -> None:
     records = [known(name, mtime, pinned=pinned) for name, mtime, pinned in dict.fromkeys(files)]
@@ -268,7 +270,7 @@ def test_what_to_keep_by_age_and_time_to_live() -> None:
         known("new", 19 * second),
     ]
     keep = what_to_keep(records, 20 * second)
-    assert [found for found in keep.expired] == [records[0].found]
+    assert list(keep.expired) == [records[0].found]
     assert keep.old == []
     assert keep.pinned == {records[2].keys[0]}
     assert keep.named == {one.keys[0] for one in records[1:]}
@@ -277,7 +279,7 @@ def test_what_to_keep_by_age_and_time_to_live() -> None:
     assert keep.named == {records[2].keys[0], records[4].keys[0]}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(CALM, max_examples=60)
 @given(forests(damage=False), st.integers(1, 9))
 def test_parts_and_sums_lose_no_file(forest: Forest, parts: int) -> None:
     files = forest.files()
