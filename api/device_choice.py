@@ -24,6 +24,17 @@ def cuda_fault() -> str:
     return missing_packages()
 
 
+def describe_cards() -> str:
+    """The cards that torch sees, with their memory; it must see some."""
+    import torch
+
+    cards = []
+    for index in range(torch.cuda.device_count()):
+        free, total = (n_bytes / (1 << 30) for n_bytes in torch.cuda.mem_get_info(index))
+        cards.append(f"{torch.cuda.get_device_name(index)}, {free:.1f} of {total:.1f} GiB free")
+    return "; ".join(cards)
+
+
 def missing_packages(present: Callable[[str], bool] | None = None) -> str:
     """Which package is not there, with the line that installs it; "" if all are."""
     found = present if present is not None else _installed

@@ -23,7 +23,7 @@ from enum import StrEnum
 from pathlib import Path
 
 import orjson
-from kvalet.api.device_choice import cuda_fault
+from kvalet.api.device_choice import cuda_fault, describe_cards
 from kvalet.api.fetch_model import DEFAULT_MODEL, file_sha256, model_path
 from kvalet.api.machine import available_memory
 from kvalet.api.model_place import NoModel, find_model, folder_report
@@ -92,18 +92,7 @@ def check_device(subject: Subject) -> Finding:
         import torch
     except (ImportError, OSError) as error:
         return Finding("device", Verdict.WRONG, f"torch cannot be imported: {error}")
-    return device_finding(describe_cuda() if torch.cuda.is_available() else "", cuda_fault())
-
-
-def describe_cuda() -> str:
-    """The cards that torch sees, with their memory."""
-    import torch
-
-    cards = []
-    for index in range(torch.cuda.device_count()):
-        free, total = torch.cuda.mem_get_info(index)
-        cards.append(f"{torch.cuda.get_device_name(index)}, {free / GIB:.1f} of {total / GIB:.1f} GiB free")
-    return "; ".join(cards)
+    return device_finding(describe_cards() if torch.cuda.is_available() else "", cuda_fault())
 
 
 def device_finding(cards: str, fault: str) -> Finding:

@@ -17,7 +17,7 @@ from torch import Tensor
 CONTEXT = 40_960
 SPEC = ModelSpec(
     architecture="qwen3", name="qwen3-8b-shape", n_layers=36, hidden=4096, n_q_heads=32, n_kv_heads=8, head_dim=128, ffn=12288,
-    vocab=151_936, context=CONTEXT, eps=1e-6, rope=RopeSpec(1_000_000.0), qk_norm=True,
+    vocab=151_936, context=CONTEXT, max_context=CONTEXT, eps=1e-6, rope=RopeSpec(1_000_000.0), qk_norm=True,
 )  # fmt: skip
 FOLDER_CONFIG = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_hidden_layers": SPEC.n_layers,
