@@ -37,7 +37,7 @@ class EngineConfig:
     store_bytes_per_day: int = 0
     checkpoint: str = "off"
     store_readers: int = 4
-    store_writers: int = 4
+    store_writers: int = 8
     max_rows: int = 0
     step_tokens: int = 0
     idle_step_tokens: int = 0

@@ -36,8 +36,8 @@ class StoreConfig:
     cap_bytes: int
     min_free_bytes: int = 1 << 30
     readers: int = 4
-    writers: int = 4
-    committers: int = 4
+    writers: int = 8
+    committers: int = 8
     sync: str = "data"
     direct: str = "auto"
     force_network_fs: bool = False
