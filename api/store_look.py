@@ -54,6 +54,11 @@ def ls(arguments: Sequence[str]) -> int:
 def ls_answer(place: Place, listing: Listing, *, each_file: bool) -> Answer:
     n_bytes = sum(found.n_bytes for found in listing.files)
     totals = sums(listing.files)
+    default_tag = layout.tenant_tag(place.secret, "") if place.secret else ""
+
+    def tenant(tag: str) -> str:
+        return f"{tag} (default)" if tag == default_tag else tag or "-"
+
     pid = holder(place)
     unread = any(finding.reason == "io" for finding in listing.findings)
     loose = {folder: [one for one in listing.loose if one.folder == folder] for folder in (layout.TMP, layout.BAD)}
@@ -61,7 +66,7 @@ def ls_answer(place: Place, listing: Listing, *, each_file: bool) -> Answer:
         "store": shown(place.path),
         "store_id": place.store_id.hex() if place.store_id else None,
         "server_pid": int(pid) if pid.isdigit() else None,
-        "sums": [sum_data(total) for total in totals],
+        "sums": [{**sum_data(total), "default_tenant": total.tag == default_tag} for total in totals],
         "files": len(listing.files),
         "bytes": n_bytes,
         "temporary": {"files": len(loose[layout.TMP]), "bytes": listing.bytes_in(layout.TMP)},
@@ -72,14 +77,14 @@ def ls_answer(place: Place, listing: Listing, *, each_file: bool) -> Answer:
     }
     lines = table(
         ("bytes", "files", "kind", "tenant", "oldest use", "newest use"),
-        [(size_text(t.n_bytes), str(t.files), t.kind, t.tag or "-", when(t.oldest_ns), when(t.newest_ns)) for t in totals],
+        [(size_text(t.n_bytes), str(t.files), t.kind, tenant(t.tag), when(t.oldest_ns), when(t.newest_ns)) for t in totals],
     )
     lines += ["", f"{files_text(len(listing.files), n_bytes)} in all; {free_text(data['free_bytes'])} free on this disk"]
     lines += [f"  in {folder}/: {files_text(len(found), listing.bytes_in(folder))}" for folder, found in loose.items() if found]
     lines.append("  the cap is a setting of the server (--store-bytes) and stands in no file")
     lines += [f"  a server (pid {pid}) has it open"] if pid else []
     if listing.findings:
-        lines.append(f"  {len(listing.findings)} things are not as they should be: `kvalet store check` names them")
+        lines.append(f"  findings: {len(listing.findings)} (`kvalet store check` names them)")
     if each_file:
         data["list"] = [
             {"path": found.path, "bytes": found.n_bytes, "last_use": found.st.mtime_ns / 1e9} for found in listing.files
