@@ -1,7 +1,7 @@
 """config.json of a Hugging Face folder -> ``ModelSpec``. What the decoder would compute wrongly is refused, field and value.
 
-A field that is missing has the default of the ``transformers`` package for its family. Nothing is taken from a file without
-bounds: a count that no model of these families has is refused before anything is sized by it.
+A field that is missing has the default of the ``transformers`` package for its family; sizes must be there. Nothing is taken
+from a file without bounds: a count that no model of these families has is refused before anything is sized by it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from kvalet.runtime.hf_rope import read_rope
 from kvalet.runtime.spec import ModelSpec
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+DEFAULT_WINDOW = 4096
 MAX_LAYERS, MAX_HEADS, MAX_HEAD_DIM, MAX_WIDTH = 1024, 4096, 1024, 1 << 20
 MAX_VOCAB, MAX_CONTEXT = 1 << 24, 1 << 24
 
@@ -186,7 +187,7 @@ def _window(read: ConfigReader, family: Family, n_layers: int, nope: frozenset[i
     if listed is not None and (not isinstance(listed, list) or len(listed) != n_layers or set(listed) - {FULL, SLIDING}):
         read.refuse("layer_types", listed, f"not {FULL} or {SLIDING} for each of the {n_layers} layers")
     if family.window == "all":
-        window = read.integer("sliding_window", 1 << 30, 0, least=0)
+        window = _window_tokens(read)
         if listed is not None and set(listed) != {SLIDING if window else FULL}:
             read.refuse("layer_types", listed, "which this model_type does not have")
         return window, frozenset(range(n_layers)) if window else frozenset()
@@ -198,13 +199,18 @@ def _window(read: ConfigReader, family: Family, n_layers: int, nope: frozenset[i
         if listed and SLIDING in listed:
             read.refuse("layer_types", listed, "but use_sliding_window is false")
         return 0, frozenset()
-    if "sliding_window" in read.fields and read.fields["sliding_window"] is None:
-        return 0, frozenset()
-    window = read.integer("sliding_window", 1 << 30, 4096 if family.window == "upper" else None)
+    window = _window_tokens(read) if family.window == "upper" or "sliding_window" in read.fields else 0
     if listed is not None:
         layers = frozenset(layer for layer, its_kind in enumerate(listed) if its_kind == SLIDING)
     elif family.window == "upper":
         layers = frozenset(range(read.integer("max_window_layers", MAX_LAYERS, 28, least=0), n_layers))
     else:
         layers = nope
-    return (window, layers) if layers else (0, layers)
+    return (window, layers) if window and layers else (0, frozenset())
+
+
+def _window_tokens(read: ConfigReader) -> int:
+    """null is no window; no field at all is the default of transformers."""
+    if "sliding_window" in read.fields and read.fields["sliding_window"] is None:
+        return 0
+    return read.integer("sliding_window", 1 << 30, DEFAULT_WINDOW, least=0)

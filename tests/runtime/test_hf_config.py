@@ -83,7 +83,9 @@ def test_scalings_say_how_far_they_stretch() -> None:
 @pytest.mark.parametrize(
     ("family", "fields", "window", "layers"),
     [
-        ("mistral", {}, 0, set()),
+        ("mistral", {}, 4096, {0, 1}),
+        ("mistral", {"sliding_window": 0}, 0, set()),
+        ("smollm3", {"use_sliding_window": True}, 0, set()),
         ("mistral", {"sliding_window": None}, 0, set()),
         ("mistral", {"sliding_window": 100}, 100, {0, 1}),
         ("qwen2", {"sliding_window": 100}, 0, set()),
