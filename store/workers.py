@@ -207,7 +207,7 @@ def committer_loop(state: StoreState) -> None:
             if state.board.has_ready():
                 state.for_committer.notify()
         failures = _publish(state, wave)
-        reasons = {id(failure.write): _blame(state, failure.write, failure.error) for failure in failures}
+        reasons = {id(f.write): "internal" if f.defect else _blame(state, f.write, f.error) for f in failures}
         calls: list[tuple[Done, Any]] = []
         unlink: list[Write] = []
         with state.lock:
@@ -237,4 +237,5 @@ def _publish(state: StoreState, wave: list[Write]) -> list[writing.PublishFailur
         return writing.publish(state.disk, wave, sync=state.config.sync == "data")
     except Exception as error:  # a defect must fail this wave only
         log.exception("store: publication failed")
-        return [writing.PublishFailure(write, MemoryError(repr(error))) for write in wave]
+        lost = MemoryError(repr(error))  # how far it came is not known: the bytes count as left behind until the next open
+        return [writing.PublishFailure(write, lost, write.n_bytes, replaced=True, defect=True) for write in wave]

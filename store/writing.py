@@ -110,12 +110,13 @@ def _write_file(disk: Directory, name: str, view: memoryview, recency: int, flag
 @dataclass(frozen=True, slots=True)
 class PublishFailure:
     """``stranded_bytes``: of a file that could be neither made durable nor removed again. ``replaced``: the name was taken
-    over before the failure, so an older file under it is gone."""
+    over before the failure, so an older file under it is gone. ``defect``: not the disk but kvalet failed."""
 
     write: Write
     error: OSError | MemoryError
     stranded_bytes: int = 0
     replaced: bool = False
+    defect: bool = False
 
 
 def publish(disk: Directory, wave: Sequence[Write], *, sync: bool) -> list[PublishFailure]:
