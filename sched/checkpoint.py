@@ -20,7 +20,7 @@ from kvalet.store.ids import ChunkKey
 
 MAX_CHECKPOINTS = 2
 """Writes of this kind under way."""
-MAX_LOOKS = 8
+MAX_LOOKS = 4
 """Lines looked at per event."""
 
 
