@@ -216,14 +216,16 @@ def read_tokenizer(file: GgufFile) -> TokenizerArrays:
         value = file.fields.get(f"tokenizer.ggml.{name}_token_id")
         return None if value is None else int(value)
 
-    tokens = file.field("tokenizer.ggml.tokens", tuple)
+    tokens, model = file.field("tokenizer.ggml.tokens", tuple), file.field("tokenizer.ggml.model", str)
     return TokenizerArrays(
-        model=file.field("tokenizer.ggml.model", str),
+        model=model,
         pre=file.field("tokenizer.ggml.pre", str, ""),
         tokens=tokens,
         token_type=file.field("tokenizer.ggml.token_type", tuple, (1,) * len(tokens)),
         merges=file.field("tokenizer.ggml.merges", tuple, ()),
-        add_bos_token=file.field("tokenizer.ggml.add_bos_token", bool, False),
+        add_bos_token=file.field("tokenizer.ggml.add_bos_token", bool, model == "llama"),
         bos_token_id=optional_id("bos"),
         eos_token_id=optional_id("eos"),
+        scores=file.field("tokenizer.ggml.scores", tuple, ()) if model == "llama" else (),
+        add_space_prefix=file.field("tokenizer.ggml.add_space_prefix", bool, True),
     )

@@ -38,7 +38,8 @@ class TokenizerArrays:
     """What a GGUF file says of its tokenizer: ``tokenizer.ggml.*``, with the same names.
 
     ``tokens``: the text of every id, byte-level alphabet; ``token_type``: one of the types above per id; ``merges``: "left
-    right" in order of rank. ``bos_token_id`` and ``eos_token_id``: None where the file has none.
+    right" in order of rank. ``bos_token_id`` and ``eos_token_id``: None where the file has none. ``scores`` (of a join, per
+    token) and ``add_space_prefix``: SentencePiece's only.
     """
 
     model: str
@@ -49,6 +50,8 @@ class TokenizerArrays:
     add_bos_token: bool = False
     bos_token_id: int | None = None
     eos_token_id: int | None = None
+    scores: tuple[float, ...] = ()
+    add_space_prefix: bool = True
 
     def digest(self) -> bytes:
         """32 bytes over all fields: two tokenizers with one digest give the same ids."""

@@ -15,9 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import tokenizers
-from kvalet.runtime.tokenizer import Tokenizer, TokenizerArrays, build_tokenizer
+from kvalet.runtime.spm_tokenizer import build_spm_tokenizer
+from kvalet.runtime.tokenizer import Alphabet, Tokenizer, TokenizerArrays, build_tokenizer
 
-_FORMAT = f"1 {tokenizers.__version__}"
+_FORMAT = f"2 {tokenizers.__version__}"
 """Of the file, of how tokenizers are built, and of the package that writes them; any change makes old files misses."""
 
 _log = logging.getLogger(__name__)
@@ -35,7 +36,8 @@ def load_tokenizer(key: bytes, read_arrays: Callable[[], TokenizerArrays], cache
         cached = _read(path)
         if cached is not None:
             return cached
-    tokenizer = build_tokenizer(read_arrays())
+    arrays = read_arrays()
+    tokenizer = build_spm_tokenizer(arrays) if arrays.model == "llama" else build_tokenizer(arrays)
     if path is not None:
         _write(path, tokenizer)
     return tokenizer
@@ -57,6 +59,7 @@ def _read(path: Path) -> Tokenizer | None:
             bytes.fromhex(head["digest"]),
             bos_id=None if bos_id is None else int(bos_id),
             end_ids=frozenset(int(token_id) for token_id in head["end_ids"]),
+            alphabet=Alphabet(head["alphabet"]),
         )
     except FileNotFoundError:
         return None
@@ -72,6 +75,7 @@ def _write(path: Path, tokenizer: Tokenizer) -> None:
         "digest": tokenizer.digest.hex(),
         "bos_id": tokenizer.bos_id,
         "end_ids": sorted(tokenizer.end_ids),
+        "alphabet": tokenizer.alphabet.value,
     }
     rest = json.dumps(head).encode() + b"\n" + tokenizer.tokenizer_json.encode()
     try:
