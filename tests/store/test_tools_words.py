@@ -130,7 +130,7 @@ def test_fields_of_sessions_and_sums(store: Path) -> None:
         "branch chunks chunks_on_disk default_tenant last_use pinned session stored_tokens tail_on_disk tenant_tag tokens ttl_s"
     )
     assert set(session) == set(names.split())
-    assert set(total) == set(["bytes", "default_tenant", "files", "kind", "newest_use", "oldest_use", "tenant_tag"])
+    assert set(total) == {"bytes", "default_tenant", "files", "kind", "newest_use", "oldest_use", "tenant_tag"}
     assert session["last_use"] == total["oldest_use"] == TIME
     exported = tool("export", store, "plan", "-o", str(store.parent / "a.tar"), "--json").data
     assert set(exported) == {"bytes", "members", "missing", "output", "store"}
