@@ -13,7 +13,7 @@ import torch
 from kvalet.runtime.config import EngineConfig
 from kvalet.runtime.engine import load_model
 from kvalet.runtime.gguf import GgufFile
-from kvalet.runtime.identity import ARITHMETIC, CACHE_ENTRIES, CACHE_NAME, numerics_family, weight_digest
+from kvalet.runtime.identity import ARITHMETIC, CACHE_ENTRIES, CACHE_NAME, cached_digest, numerics_family, weight_digest
 from tinymodel import Tiny
 
 
@@ -75,6 +75,29 @@ def test_one_changed_byte_of_weights_is_seen(path: Path) -> None:
         handle.seek(-1, os.SEEK_CUR)
         handle.write(bytes([byte[0] ^ 1]))
     assert weight_digest(GgufFile(path), None) != before
+
+
+def test_any_change_of_the_files_stat_computes_again(tmp_path: Path) -> None:
+    """Device, inode, size, mtime in ns; also a clock that goes back, and another file of the same size and time."""
+    path, calls = tmp_path / "weights", []
+
+    def digest() -> str:
+        return cached_digest(path, tmp_path, lambda: calls.append(1) or f"{len(calls):032x}")  # type: ignore[func-returns-value]
+
+    path.write_bytes(b"12345678")
+    os.utime(path, ns=(5, 10**18))
+    assert digest() == digest() == f"{1:032x}"
+    os.utime(path, ns=(5, 10**18 - 1))
+    assert digest() == f"{2:032x}", "one nanosecond back"
+    os.truncate(path, 7)
+    os.utime(path, ns=(5, 10**18 - 1))
+    assert digest() == f"{3:032x}", "one byte less, at the same time"
+    other = tmp_path / "other"
+    other.write_bytes(b"1234567")
+    os.utime(other, ns=(5, 10**18 - 1))
+    os.replace(other, path)
+    assert digest() == f"{4:032x}", "another inode"
+    assert digest() == f"{4:032x}"
 
 
 def test_the_digest_is_cached_by_the_files_stat(path: Path, tmp_path: Path) -> None:

@@ -321,6 +321,25 @@ def test_the_times_of_many_records_are_learnt_by_and_by(tmp_path: Path) -> None:
         assert rig.record_paths() == []
 
 
+def test_a_tail_that_a_longer_one_replaced_goes_first(tmp_path: Path) -> None:
+    """Dead tails are never touched again: they leave before anything that is used, and a live chain loses nothing."""
+    with RecordRig(tmp_path / "s", cap_bytes=6 * FILE_BYTES) as rig:
+        trunk = rig.chain(1)
+        short, longer = rig.chain(0, after=trunk, tail=5)[0], rig.chain(0, after=trunk, tail=9)[0]
+        assert longer.ids[:5] == short.ids
+        reasons(rig, [*trunk, short])
+        rig.store.touch([trunk[0].key, short.key])
+        reasons(rig, [longer])
+        for seed in range(100, 112):
+            rig.store.touch([trunk[0].key, longer.key])
+            assert reasons(rig, rig.chain(1, seed=seed)) == [""]
+        assert not rig.store.has(short.key)
+        assert (rig.read(trunk[0]), rig.read(longer)) == ("", "")
+        result, _ = rig.read_tail(bytes(trunk[0].key), 1, short.ids)  # and what it held is in the longer one
+        assert (result.reason, result.ids[:5]) == ("", short.ids)
+        rig.quiet()
+
+
 def test_using_the_end_of_a_chain_uses_its_record(tmp_path: Path) -> None:
     rig = RecordRig(tmp_path / "s")
     metas = rig.chain(1, tail=5)
