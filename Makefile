@@ -71,10 +71,14 @@ soak-store: setup
 gpu-test: setup
 	@.ci/stage "GPU tests" $(PY) -m pytest -q -m gpu tests/gpu $(ARGS)
 
+gpu-bench: export PYTHONPATH = tests/bench/gpu
 gpu-bench: setup
 	@.ci/stage "GPU decode and prefill" $(PY) tests/bench/gpu/decode.py
-	@.ci/stage "GPU decode through the scheduler" $(PY) tests/bench/gpu/rotation.py --tier decode
-	@.ci/stage "GPU agent rotation" $(PY) tests/bench/gpu/rotation.py --tier ram
+	@.ci/stage "GPU decode through the scheduler" $(PY) tests/bench/gpu/rotation.py --tier decode --out gpu-through.json
+	@.ci/stage "GPU agent rotation" $(PY) tests/bench/gpu/rotation.py --tier ram --out gpu-rotation-ram.json
+	@.ci/stage "GPU agent rotation, all in the pool" $(PY) tests/bench/gpu/rotation.py --tier all --out gpu-rotation-all.json
+	@.ci/stage "GPU agent rotation over HTTP" $(PY) tests/bench/gpu/rotation.py --tier ram --http --out gpu-rotation-http.json
+	@.ci/stage "GPU bars" $(PY) tests/bench/gpu/bars.py gpu-decode.json gpu-through.json gpu-rotation-*.json
 
 clean:
 	rm -rf .venv .venv-notorch .venv-bench build dist kvalet.egg-info .mypy_cache .ruff_cache .pytest_cache

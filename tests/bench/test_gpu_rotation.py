@@ -15,6 +15,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent / "gpu"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "api"))
 
+import bars
 import http_turns
 import qwen3
 import rotation
@@ -84,3 +85,37 @@ def test_the_folder_is_the_shape(tmp_path: Path) -> None:
     with open_model(qwen3.write_folder(tmp_path), load_format="dummy") as files:
         named = replace(files.spec, name=qwen3.SPEC.name, architecture=qwen3.SPEC.architecture, template_tokens=None)
         assert named == qwen3.SPEC
+
+
+def rotation_result(tier: str, gap: float, **row: float) -> dict[str, object]:
+    last = {"sessions_per_s": 6.0, "ttft_p50": 0.2, "gap_p99_ms": gap, "lag_p99_ms": 1.0, **row}
+    return {"options": {"tier": tier, "http": False}, "rounds": [{}, last]}
+
+
+def test_bars_are_kept_or_named() -> None:
+    decode = {
+        "decode": [{"rows": 64, "context": 1024, "of_floor": 0.79}],
+        "prefill": [{"prefill_tokens": 4096, "tokens_per_s": 39_000}],
+    }
+    floor, prefill = bars.bars_of(decode)
+    assert (floor.kept, prefill.kept) == (False, True)
+    slower_machine, faster_machine = (list(bars.bars_of(decode, rate * bars.REFERENCE_COPY))[1] for rate in (0.9, 1.1))
+    assert slower_machine.bar < prefill.bar < faster_machine.bar
+    assert not faster_machine.kept
+    made = list(bars.bars_of(rotation_result("ram", 20.0, ttft_p50=0.31)))
+    assert [bar.kept for bar in made] == [True, False, True]
+    (gap,) = bars.gap_bars([rotation_result("ram", 23.1), rotation_result("all", 20.0)])
+    assert not gap.kept
+    assert list(bars.gap_bars([rotation_result("ram", 1.0)])) == []
+    assert "MISSED" in bars.table([gap])
+    through = {"options": {"tier": "decode"}, "rounds": [{"rows": 256, "context": 1024, "tokens_per_s": 14_409}]}
+    assert [bar.kept for bar in bars.bars_of(through)] == [True]
+
+
+def test_missed_bars_end_with_a_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good, bad = tmp_path / "good.json", tmp_path / "bad.json"
+    good.write_text(json.dumps(rotation_result("ram", 1.0)))
+    bad.write_text(json.dumps(rotation_result("ram", 1.0, sessions_per_s=4.9)))
+    assert bars.main([str(good)]) == 0
+    assert bars.main([str(good), str(bad)]) == 1
+    assert capsys.readouterr().out.count("MISSED") == 1

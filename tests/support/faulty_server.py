@@ -1,7 +1,8 @@
 """`kvalet serve` over an engine whose device can be made to fail: `python faulty_server.py POINT FILE [serve arguments ...]`.
 
 From the moment FILE exists, the next use of the device at POINT ("launch", "finish", "copy out", "copy in") fails, and every
-use after it, as a sticky error of a device does. Steps take STEP_S at least, so that streams still run when FILE is made.
+use after it, as a sticky error of a device does ("device": a kernel
+of a CUDA device really fails). Steps take STEP_S at least, so that streams still run when FILE is made.
 """
 
 from __future__ import annotations
@@ -34,6 +35,14 @@ class Fault:
         return self.struck
 
 
+def break_cuda() -> None:
+    """A kernel reads far outside its tensor: a real error of a real device, which stays."""
+    import torch
+
+    row = torch.zeros(8, device="cuda")
+    row.index_select(0, torch.full((1,), 1 << 40, device="cuda"))
+
+
 class FaultyEngine:
     def __init__(self, engine: EnginePort, fault: Fault) -> None:
         self._engine, self._fault, self.synchronous = engine, fault, engine.synchronous
@@ -41,6 +50,8 @@ class FaultyEngine:
 
     def launch(self, plan: StepPlan) -> Any:
         self._strike("launch")
+        if self._fault.hit("device"):
+            break_cuda()
         self._pause.wait(STEP_S)
         return self._engine.launch(plan)
 

@@ -16,7 +16,7 @@ from xdist.scheduler import LoadScopeScheduling
 SPREAD = frozenset(("tests/sched/test_simulation.py", "tests/store/test_faults.py"))
 """Long files whose tests share nothing: their unit is the test."""
 
-SECONDS: dict[str, float] = {}
+SECONDS: dict[str, float] = {"tests/api/test_build_cuda.py": 15.0, "tests/bench/test_gpu_rotation.py": 12.0}
 """File -> seconds on a machine with nothing else to do, where that is more than about five."""
 
 SECONDS_OF_A_FILE = {"tests/whole/": 12.0, "tests/": 1.0}

@@ -15,24 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from faultyproc import FaultyServer
 from serverproc import Server
 from tinymodel import TOKENS, Tiny, write
 
 PROMPT_TOKENS, ANSWER_TOKENS = 600, 8
 SESSIONS = 6
 POINTS = ["launch", "copy in", *(pytest.param(point, marks=pytest.mark.long) for point in ("finish", "copy out"))]
-
-
-class FaultyServer(Server):
-    """``point``: where the device fails once the file ``trigger`` exists."""
-
-    def __init__(self, model: Path, point: str, trigger: Path, *args: str) -> None:
-        super().__init__(*args, served=str(model))
-        self._point, self.trigger = point, trigger
-
-    def program(self) -> list[str]:
-        script = Path(__file__).parents[1] / "support" / "faulty_server.py"
-        return [str(script), self._point, str(self.trigger)]
 
 
 @dataclass
