@@ -45,7 +45,7 @@ def _keep_line(
         board.lines.remove(line)
         let_go(board, line)
         _drop_covered_tail(board, line.branch.kv_len, last)
-        _keep_spans(line, branch)
+        _keep_what_stands(line, branch)
         line.branch, line.keys, line.tail, line.failures, line.refused = branch, keys, tail, 0, ""
     line.node, line.used = last, board.now
     board.lines.add(line)
@@ -56,10 +56,13 @@ def _keep_line(
         board.lines.due[line] = None
 
 
-def _keep_spans(line: Line, grown: Branch) -> None:
-    """Of the transcript, what still stands in the ids that the branch has now: a client may have changed its end."""
-    if line.told is not None and line.told.spans:
-        shared = common_prefix(line.branch.ids, grown.ids)
+def _keep_what_stands(line: Line, grown: Branch) -> None:
+    """Of what is durable and of the transcript, what agrees with the ids that the branch has now: a client may have changed
+    its end."""
+    shared = common_prefix(line.branch.ids, grown.ids)
+    if line.saved is not None:
+        line.saved = replace(line.saved, n_tokens=min(line.saved.n_tokens, shared))
+    if line.told is not None:
         line.told = replace(line.told, spans=tuple(span for span in line.told.spans if span.end <= shared))
 
 

@@ -70,7 +70,7 @@ class Line:
 
     @property
     def saved_tokens(self) -> int:
-        """Tokens of the branch as it is now that a durable record vouches for: the branch only grew since."""
+        """Tokens of the branch as it is now that a durable record vouches for."""
         return min(self.saved.n_tokens, self.branch.kv_len) if self.saved else 0
 
     @property

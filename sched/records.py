@@ -79,7 +79,8 @@ def _send(board: Board, line: Line) -> None:
     session, branch = line.session, line.branch
     n_tokens = durable(board, line)
     saved = Saved(branch, n_tokens, session.pinned)
-    if not session.name or session.closed or n_tokens == 0 or line.says(n_tokens):
+    successor = board.sessions.find(session.tenant, session.name) or session  # of a session that the book had forgotten
+    if not session.name or session.closed or successor is not session or n_tokens == 0 or line.says(n_tokens):
         let_go(board, line)
         return
     keys = line.keys[: n_tokens // board.config.chunk_tokens]

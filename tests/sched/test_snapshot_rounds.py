@@ -93,6 +93,9 @@ def test_a_client_that_dropped_the_end_of_the_answer_pays_from_there(determinist
         back = world.ask((*kept, 80 + number, 81), "a", max_tokens=9, ignore_eos=True)
         assert report(back).diverged_at == len(kept)
         assert report(back).computed_tokens == 2
+        state = world.session("a")
+        assert state is not None
+        assert state.saved_tokens == len(kept)  # what the client changed is no longer what the record says
         restart(world)
         client = world.ask(words(1, 18), "a", max_tokens=9, ignore_eos=True)
         assert report(client).computed_tokens == (2 if deterministic else 1)  # a piece may only begin at 16 there
