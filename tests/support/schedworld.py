@@ -73,7 +73,7 @@ class World(RecordSide):
         self.late.clear()
         self.undecided = False
         self.wakes.clear()
-        self.clients = {turn: c for turn, c in self.clients.items() if not c.accepted or c.ended}
+        self.clients = {turn: c for turn, c in self.clients.items() if c.refusal is not None or c.ended is not None}
         if self.store is not None:
             self.store.pending.clear()
             self.store.pins.clear()
