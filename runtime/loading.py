@@ -106,6 +106,11 @@ def _check_vocabulary(folder: Path, spec: ModelSpec, tokenizer: Tokenizer) -> No
             f"model folder {folder} has token ids up to {tokenizer.vocab_size - 1} in its {TOKENIZER},"
             f" but vocab_size {spec.vocab}"
         )
+    beyond = [token_id for token_id in tokenizer.end_ids if token_id >= tokenizer.vocab_size]
+    if beyond:
+        raise ModelError(
+            f"model folder {folder} has eos_token_id {beyond[0]}, which is none of its {tokenizer.vocab_size} tokens"
+        )
 
 
 def _nothing() -> None:

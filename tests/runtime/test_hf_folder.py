@@ -215,6 +215,10 @@ FOLDERS: dict[str, tuple[Any, str]] = {
     "deep config": (lambda f: (f / "config.json").write_text("[" * 200_000), r"config\.json is no valid JSON"),
     "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), r"has no tokenizer\.json"),
     "tokenizer of nothing": (lambda f: (f / "tokenizer.json").write_text("{}"), r"tokenizer\.json"),
+    "ends that are no token": (
+        lambda f: (f / "generation_config.json").write_text('{"eos_token_id": [0, 310]}'),
+        r"eos_token_id 310, which is none of its \d+ tokens",
+    ),
     "ends of another kind": (lambda f: (f / "generation_config.json").write_text('{"eos_token_id": "x"}'), r"eos_token_id 'x'"),
 }
 

@@ -55,7 +55,7 @@ def make(case: Case, folder: Path) -> Any:
         "num_key_value_heads": case.heads[1],
         "max_position_embeddings": case.context,
     }
-    ids = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": 319}
+    ids = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": 5}
     config = config_class(**(sizes | ids | case.config), attn_implementation="eager")
     model = model_class(config).eval()
     generator = torch.Generator().manual_seed(case.seed)
