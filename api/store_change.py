@@ -27,7 +27,7 @@ from kvalet.store import layout
 from kvalet.store.inspect_check import CheckPlan, examine_all, surely_orphan
 from kvalet.store.inspect_gc import Cause, GcOptions, Removal, plan
 from kvalet.store.inspect_open import Place, holder, open_to_change, open_to_look
-from kvalet.store.inspect_records import read_records, what_to_keep
+from kvalet.store.inspect_records import all_records, what_to_keep
 from kvalet.store.inspect_remove import Removed, pretend, remove
 from kvalet.store.inspect_tree import parents_of_tails, unreachable
 from kvalet.store.inspect_walk import list_store
@@ -71,7 +71,7 @@ def gc_plan(place: Place, options: GcOptions, *, payload: bool = False) -> list[
             place, listing.files, CheckPlan(payload=payload), tick, ids_after=parents_of_tails(listing.files)
         )
     lost = unreachable(listing.files, verdicts, lambda found, parent: surely_orphan(place, found, parent))
-    records, _ = read_records(place, listing.files)
+    records = all_records(place, listing.files)
     removals = plan(listing, verdicts, lost, options, what_to_keep(records, time.time_ns(), options.before_ns))
     if place.lock_fd < 0 and holder(place):  # a server writes them right now
         removals = [removal for removal in removals if removal.folder != layout.TMP]

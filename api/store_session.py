@@ -12,7 +12,7 @@ from kvalet.store import layout
 from kvalet.store.inspect_check import CheckPlan, examine_all
 from kvalet.store.inspect_file import Everything, Reader, Verdict
 from kvalet.store.inspect_open import Place, open_to_change, open_to_look
-from kvalet.store.inspect_records import Known, Stored, each_record, read_records, session_of
+from kvalet.store.inspect_records import Known, Stored, all_records, each_record, session_of
 from kvalet.store.inspect_session import plan_removal
 from kvalet.store.inspect_walk import Found, Listing, list_store
 
@@ -50,7 +50,7 @@ def find_session(place: Place, listing: Listing, tenant: str, name: str) -> Sess
             refused.append(one)
         else:
             own.append(replace(one, record=replace(one.record, tenant=tenant)))
-    others, _ = read_records(place, (found for found in listing.files if found.file.session != session))
+    others = all_records(place, (found for found in listing.files if found.file.session != session))
     return Session(tenant, name, files, own, refused, others)
 
 

@@ -11,6 +11,7 @@ from kvalet.store.header import Refused
 from kvalet.store.inspect_file import GONE, Reader, Verdict
 from kvalet.store.inspect_gc import Keep
 from kvalet.store.inspect_open import Place
+from kvalet.store.inspect_tree import UNSURE
 from kvalet.store.inspect_walk import Found
 from kvalet.store.record import Record, RecordHead
 
@@ -100,6 +101,18 @@ def read_records(place: Place, files: Iterable[Found]) -> tuple[list[Known], lis
         else:
             known.append(one.known())
     return known, refused
+
+
+def all_records(place: Place, files: Iterable[Found]) -> list[Known]:
+    """For who deletes: StoreRefused if a record cannot be read now but may be good, because what it names, perhaps pinned,
+    would look like nobody's. Damaged ones protect nothing, as in a server."""
+    known, refused = read_records(place, files)
+    for verdict in refused:
+        if verdict.reason in UNSURE:
+            raise StoreRefused(
+                f"The record {verdict.found.path} cannot be read ({verdict.field}), so what is whose cannot be told."
+            )
+    return known
 
 
 def doubles(records: Iterable[Known]) -> list[Found]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 from pathlib import Path
 
 import pytest
 from damagekit import flip, replace_by
+from kvalet.api.store_change import gc_plan
 from kvalet.store import inspect_remove
+from kvalet.store.errors import StoreRefused
 from kvalet.store.faults import Fault, FaultIO
 from kvalet.store.ids import ChunkMeta, Identity
 from kvalet.store.inspect_check import CheckPlan, examine_all
@@ -17,6 +20,7 @@ from kvalet.store.inspect_open import Place, open_to_change, open_to_look
 from kvalet.store.inspect_remove import Removed, remove
 from kvalet.store.inspect_tree import MISSING, dead_tails, parents_of_tails, unreachable
 from kvalet.store.inspect_walk import list_store
+from recordfiles import put_record, record_of
 from storekit import FILE_BYTES, Rig
 from storetool import Ran, picture, tool
 
@@ -281,6 +285,24 @@ def test_a_disk_that_cannot_be_read_costs_nothing_but_that_file(tmp_path: Path) 
         assert sorted(verdict.reason for verdict in verdicts) == ["", "", "io"]
         lost = unreachable(listing.files, verdicts)
         assert plan(listing, verdicts, lost, GcOptions(), Keep()) == []
+
+
+def test_a_record_that_cannot_be_read_now_stops_who_deletes(tmp_path: Path) -> None:
+    """It may be pinned: what it names must not look like nobody's. A damaged one protects nothing, as in a server."""
+    with Rig(tmp_path / "s") as rig:
+        metas = rig.chain(2)
+        rig.write(metas)
+    path = put_record(tmp_path / "s", record_of("a", metas, pinned=True))
+    for code in (errno.EIO, errno.EMFILE):
+        io = FaultIO(Fault("preadv", nth=3, code=code, sticky=True))  # after the headers of both chunks
+        with open_to_change(str(tmp_path / "s"), io) as place:
+            io.arm()
+            with pytest.raises(StoreRefused, match="what is whose cannot be told"):
+                gc_plan(place, GcOptions(cap_bytes=0))
+        assert io.fired
+    assert gc(tmp_path / "s", "--cap", "0").data["causes"] == {}
+    flip(path, 60)
+    assert gc(tmp_path / "s", "--cap", "0").data["causes"]["cap"]["files"] == 2
 
 
 @pytest.mark.parametrize("name", ["STORE", "LOCK"])
