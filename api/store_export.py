@@ -51,7 +51,7 @@ def command(arguments: Sequence[str]) -> int:
         listing = list_store(place)
         session = find_session(place, listing, asked.tenant, asked.session)
         if not session.own:
-            return show(no_session(place, session), as_json=asked.json)
+            return tell(no_session(place, session), to_stdout, as_json=asked.json)
         files, lost = named_files(session.own, listing.files)
         missing = [Finding(path, "missing", "no such file") for path in lost]
         missing += [Finding(verdict.found.path, verdict.reason, verdict.field) for verdict in session.refused]
@@ -68,10 +68,15 @@ def command(arguments: Sequence[str]) -> int:
         except OSError as error:
             raise StoreRefused(f"The output {shown(asked.output)} cannot be written: {explain(error)}.") from error
         answer = export_answer(place, asked.output, done)
-    if to_stdout:
-        print("\n".join(answer.lines), file=sys.stderr)
-        return answer.status
-    return show(answer, as_json=asked.json)
+    return tell(answer, to_stdout, as_json=asked.json)
+
+
+def tell(answer: Answer, to_stdout: bool, *, as_json: bool) -> int:
+    """On standard error where standard output is the tar's."""
+    if not to_stdout:
+        return show(answer, as_json=as_json)
+    print("\n".join(answer.lines), file=sys.stderr)
+    return answer.status
 
 
 @contextmanager

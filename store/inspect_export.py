@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 
 from kvalet.store import header, layout
 from kvalet.store.config import BLOCK_BYTES
+from kvalet.store.faultwords import explain, read_reason
 from kvalet.store.fileio import DIRECTORY_FLAGS, READ_FLAGS
 from kvalet.store.header import Refused, running_digest
 from kvalet.store.inspect_file import GONE, Reader
@@ -140,6 +141,9 @@ def _add_file(place: Place, tar: tarfile.TarFile, found: Found, done: Exported) 
             place.close_quietly(shard_fd)
     except FileNotFoundError:
         done.missing.append(Finding(found.path, GONE, "evicted meanwhile"))
+        return
+    except OSError as error:
+        done.missing.append(Finding(found.path, read_reason(error), explain(error)))
         return
     try:
         source = _Source(place, fd, found)

@@ -90,6 +90,9 @@ def test_to_standard_output(tmp_path: Path, metas: list[ChunkMeta]) -> None:
     assert err.endswith(b"to -\n")
     ran = tool("export", tmp_path / "s", "a", "-o", "-", "--json")
     assert (ran.status, ran.out) == (2, "")
+    ran = tool("export", tmp_path / "s", "nobody", "-o", "-")
+    assert (ran.status, ran.out) == (1, ""), "no text where a tar is expected"
+    assert "there is no session nobody" in ran.err
 
 
 def test_a_reader_that_goes_away_ends_it_quietly(tmp_path: Path, metas: list[ChunkMeta]) -> None:
@@ -194,6 +197,25 @@ def test_a_file_that_is_evicted_after_it_was_verified_is_left_out(
     ran = tool("export", tmp_path / "s", "a", "-o", str(tmp_path / "a.tar"), "--json")
     assert (ran.status, [one["reason"] for one in ran.data["missing"]]) == (1, ["gone"])
     assert len(members(tmp_path / "a.tar")) == 6
+
+
+def test_a_file_that_cannot_be_opened_is_left_out_and_named(tmp_path: Path, metas: list[ChunkMeta]) -> None:
+    """Every opening of the export in turn, of folders and files: what is in the tar is whole."""
+    fired = 0
+    for nth in range(1, 200):
+        io_ = FaultIO(Fault("open", nth=nth))
+        with open_to_look(str(tmp_path / "s"), io_) as place:
+            listing = list_store(place)
+            stored = [one for one in each_record(place, listing.files) if isinstance(one, Stored)]
+            files, _ = named_files(stored, listing.files)
+            io_.arm()
+            done = export(place, stored, files, io.BytesIO())
+        assert len(done.members) + len(done.missing) == 6
+        assert [finding.reason for finding in done.missing] == ["io"] * len(done.missing)
+        fired += io_.fired
+        if not io_.fired:
+            break
+    assert fired == nth - 1 >= 8
 
 
 @pytest.mark.parametrize("kind", ["errno", "short"])
