@@ -90,7 +90,8 @@ def _build(config: EngineConfig, tell: Progress, opened: ExitStack, kit: DeviceK
         chosen = runtime_config(config, place.path, cache_dir())
     device = _device(config, tell, kit)
     model = device.load(chosen)
-    grammars = None if model.tokenizer.ids_only else GrammarCache(model.tokenizer)
+    with _contradictions():  # a tokenizer that llguidance cannot read
+        grammars = None if model.tokenizer.ids_only else GrammarCache(model.tokenizer)
     tell(2, STEPS, "sizing pool, RAM tier and disk tier")
     geometry = model.spec.geometry(model.kv_dtype)
     plan = device.plan(geometry)
