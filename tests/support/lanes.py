@@ -16,7 +16,38 @@ from xdist.scheduler import LoadScopeScheduling
 SPREAD = frozenset(("tests/sched/test_simulation.py", "tests/store/test_faults.py"))
 """Long files whose tests share nothing: their unit is the test."""
 
-SECONDS: dict[str, float] = {"tests/api/test_build_cuda.py": 15.0, "tests/bench/test_gpu_rotation.py": 12.0}
+SECONDS: dict[str, float] = {
+    "tests/api/test_build.py": 15.0,
+    "tests/api/test_build_cuda.py": 15.0,
+    "tests/api/test_cli.py": 10.0,
+    "tests/api/test_engine_crowd.py": 10.0,
+    "tests/api/test_engine_model.py": 45.0,
+    "tests/api/test_http_connections.py": 10.0,
+    "tests/api/test_http_engine.py": 12.0,
+    "tests/api/test_serve_end.py": 15.0,
+    "tests/bench/test_gpu_rotation.py": 12.0,
+    "tests/runtime/test_attention.py": 15.0,
+    "tests/runtime/test_deterministic.py": 12.0,
+    "tests/runtime/test_grammar.py": 13.0,
+    "tests/runtime/test_oracle.py": 20.0,
+    "tests/runtime/test_sampler.py": 6.0,
+    "tests/sched/test_deterministic.py": 5.0,
+    "tests/sched/test_loop_crowd.py": 15.0,
+    "tests/sched/test_loop_turns.py": 9.0,
+    "tests/sched/test_mutants.py": 9.0,
+    "tests/sched/test_simulation.py": 4.0,  # each of its tests
+    "tests/store/test_crash.py": 12.0,
+    "tests/store/test_kill.py": 15.0,
+    "tests/test_packaging.py": 25.0,
+    "tests/test_run_tests.py": 15.0,
+    "tests/test_setup.py": 20.0,
+    "tests/whole/test_cases_answers.py": 60.0,
+    "tests/whole/test_cases_clients.py": 45.0,
+    "tests/whole/test_cases_tiers.py": 100.0,
+    "tests/whole/test_cases_tools.py": 65.0,
+    "tests/whole/test_oracle.py": 40.0,
+    "tests/whole/test_restored.py": 45.0,
+}
 """File -> seconds on a machine with nothing else to do, where that is more than about five."""
 
 SECONDS_OF_A_FILE = {"tests/whole/": 12.0, "tests/": 1.0}
