@@ -49,6 +49,9 @@ class NoDisk:
     def accepts_writes(self) -> bool:
         return False
 
+    def branches(self, tenant: str, session: str) -> tuple[()]:
+        return ()
+
 
 class TimedCore(Core):
     """Counts its own CPU time by event kind; ``plan`` and ``decide`` are kinds of their own."""
