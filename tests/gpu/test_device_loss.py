@@ -41,7 +41,8 @@ def test_a_device_that_fails(tmp_path: Path) -> None:
         body = {"model": server.model, "prompt": prompt(90), "max_tokens": 8}
         server.trigger.touch()
         status, reply = server.request("/v1/completions", body)
-        assert (status, reply["error"]["code"]) == (503, "device_error")
+        assert status == 503
+        assert reply["error"]["code"] in ("device_error", "device_lost", "shutdown"), reply
         assert server.process is not None
         assert server.process.wait(120) == 70
         assert "drained: nothing is left to do" in server.log
