@@ -93,7 +93,7 @@ def test_whose_exit_status_counts(statuses: list[int], everything: bool, expecte
 TREE = {
     "pyproject.toml": "[tool.pytest.ini_options]\nmarkers = ['long: x', 'gpu: x', 'alone: x']\n",
     "tests/sched/test_a.py": "def test_one(): pass\ndef test_two(): pass\n",
-    "tests/store/test_b.py": "import pytest\n@pytest.mark.alone\ndef test_three(): pass\n",
+    "tests/store/test_b.py": "def test_three(): pass\n",
     "tests/api/test_c.py": "import os\ndef test_four(): pass\n"
     "def test_five(): assert 'PYTEST_XDIST_WORKER' in os.environ\ndef test_six(): assert 0\n",
     "tests/test_d.py": "import os, pytest\n@pytest.mark.alone\n"
@@ -120,7 +120,7 @@ def outcome(tree: Path, *arguments: str) -> tuple[int, str]:
     environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "xdist.plugin"}
     environment.pop("PYTEST_XDIST_WORKER", None)
     done = subprocess.run(
-        command, cwd=tree, env=environment, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL
+        command, cwd=tree, env=environment, capture_output=True, text=True, timeout=240, stdin=subprocess.DEVNULL
     )
     return done.returncode, done.stdout
 
@@ -135,6 +135,14 @@ def test_a_red_test_is_seen_and_the_rest_still_runs(tree: Path) -> None:
     assert "all other tests, alone on the machine: done after" in said
     assert "test_six" in said
     assert "slowest files: tests/" in said
+
+
+def test_a_green_run_may_have_nothing_that_runs_alone(tree: Path) -> None:
+    (tree / "tests/api/test_c.py").write_text("def test_four(): pass\n")
+    status, said = outcome(tree)
+    assert status == 0, said
+    assert "where torch cannot be imported, alone on the machine: no tests after" in said
+    assert said.splitlines()[-1].startswith("== make test: 5 passed after ")
 
 
 def test_arguments_choose(tree: Path) -> None:
