@@ -62,10 +62,10 @@ async def _measure(store: DiskStore, plan: Plan, shape: Shape, progress: Callabl
         await heartbeat(ROUND_S, idle)
         until = time.perf_counter() + ROUND_S
         async with asyncio.TaskGroup() as group:
-            group.create_task(heartbeat(ROUND_S, busy), name="heartbeat")
+            tasks = [group.create_task(heartbeat(ROUND_S, busy), name="heartbeat")]
             for i in range(len(slots) // 2):
-                group.create_task(desk.restore_on(kept[i], slots[i], until), name=f"restore {i}")
-                group.create_task(desk.spill_on(new[i], slots[-1 - i], until), name=f"spill {i}")
+                tasks.append(group.create_task(desk.restore_on(kept[i], slots[i], until), name=f"restore {i}"))
+                tasks.append(group.create_task(desk.spill_on(new[i], slots[-1 - i], until), name=f"spill {i}"))
     for metas in kept:
         store.unpin([meta.key for meta in metas])
     return {
