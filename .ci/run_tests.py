@@ -69,7 +69,7 @@ class Total:
             self.outcomes.update(bad)
             self.outcomes["passed"] += max(0, int(suite.get("tests", 0)) - sum(bad.values()))
         for case in ElementTree.parse(report).getroot().iter("testcase"):
-            self.files[file_of(case.get("classname", ""))] += float(case.get("time", 0))
+            self.files[file_of(case.get("classname") or "?")] += float(case.get("time", 0))
 
     def line(self, seconds: float) -> str:
         counts = [f"{self.outcomes['passed']:,} passed"]

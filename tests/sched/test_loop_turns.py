@@ -101,7 +101,7 @@ async def test_a_slow_reader_pauses_and_everybody_else_goes_on(lag: int, synchro
         state = slow.statistics()
         assert state.blocked
         assert state.waiting_pieces == 4
-        assert state.merged <= 2  # what was in flight when the channel was full
+        assert state.merged <= 20  # what was in flight when the channel was full; all that is left would be 56
         assert house.core.statistics().turns["paused"] + house.core.statistics().turns["queued"] == 1
         ids, ended = await read(slow)
         assert (ids, ended.reason) == house.right(spec)

@@ -109,7 +109,7 @@ def test_what_is_written_next_is_what_a_pass_over_all_finds(monkeypatch: pytest.
         return chunks
 
     monkeypatch.setattr(RamOrder, "unwritten", both)
-    for seed in range(12):
+    for seed in range(20):
         walk(seed, 400)
     assert asked > 50
 

@@ -155,7 +155,7 @@ def test_a_reader_that_wakes_up_gets_everything(server: Server) -> None:
     with wire(server, receive_buffer=4096) as slow:
         slow.send(post({**body, "stream": True, "return_token_ids": True, "logprobs": 20}))
         slow.read_until(b"data: ")
-        until("the answer is made", lambda: server.metric("kvalet_turns") == 0 or paused(server), 30)
+        until("the answer is made", lambda: server.metric("kvalet_turns") == 0 or paused(server), 120)
         data = [block for block in slow.read_until(b"[DONE]").decode().split("data: ") if block.startswith("{")]
     ids = [token for block in data for token in json.JSONDecoder().raw_decode(block)[0]["choices"][0]["token_ids"]]
     assert ids == whole["choices"][0]["token_ids"]
