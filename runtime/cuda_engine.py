@@ -41,7 +41,8 @@ class CudaEngine:
         deterministic: bool = False,
         decode_rows: int = 16,
     ) -> None:
-        """Captures one decode graph per bucket: seconds, once. ``max_rows``: rows open at once."""
+        """Captures one decode graph per bucket and computes one full step on the scratch page: seconds, once.
+        ``max_rows``: rows open at once."""
         self.decoder, self.pool, self.text = decoder, pool, text
         self.rows: dict[RowId, OpenRow] = {}
         self._free_slots = list(range(max_rows, 0, -1))
@@ -49,6 +50,7 @@ class CudaEngine:
         self._max_step_tokens = max_step_tokens
         buckets = (decode_rows,) if deterministic else buckets_for(max_rows)
         self.forwards = Forwards(decoder, self._page_tokens, max_rows=max_rows, buckets=buckets, alone=deterministic)
+        self.forwards.warm_up(max_step_tokens, max_rows)
         self._ids_ring = [decoder.ops.pinned(max_rows + 1) for _ in range(RING)]
         self._previous: Launched | None = None
 

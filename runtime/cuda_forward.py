@@ -17,6 +17,7 @@ from kvalet.runtime.cuda_graphs import DecodeGraph
 from kvalet.runtime.cuda_step import RING, Call, Launched, Where, Work
 from kvalet.runtime.device_sampler import Draw
 from kvalet.runtime.page_tables import page_tables
+from kvalet.runtime.plan import SamplingParams
 from torch import Tensor
 
 HEADER = 2
@@ -41,6 +42,23 @@ class Forwards:
         self._draws_ring = [self._ops.pinned((HEADER + device_sampler.FIELDS) * (max_rows + 1)) for _ in range(RING)]
         self._draws_turn = 0
         self._planned = self._ops.event()
+        self._planned.record()
+
+    def warm_up(self, n_tokens: int, max_rows: int) -> None:
+        """A prefill of ``n_tokens`` tokens and draws of every kind, on the scratch page: kernels are compiled and the allocator
+        gets what serving needs now, not at somebody's first request."""
+        size = self._page_tokens
+        rows = max(1, n_tokens // size)
+        with torch.inference_mode():
+            self._prefill.plan(page_tables([[0]] * rows, [size] * rows, size), [size] * rows)
+            at = torch.arange(size, dtype=torch.int64, device=self._device).repeat(rows)
+            hidden = self.decoder.hidden(torch.zeros_like(at), at, at, self._prefill.run)
+            logits = self.decoder.logits(hidden[:max_rows])
+            draws = [Draw(SamplingParams(temperature=1.0), 0, k) for k in range(logits.shape[0])]
+            packed = np.zeros((device_sampler.FIELDS, len(draws)), dtype=np.int64)
+            device_sampler.pack(draws, packed)
+            for in_order in (False, True):
+                device_sampler.draw(logits, torch.from_numpy(packed).to(self._device), in_order=in_order)
         self._planned.record()
 
     def wait_planned(self) -> None:

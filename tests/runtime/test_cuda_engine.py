@@ -108,6 +108,14 @@ def test_steps_of_more_rows_than_a_graph(options: dict[str, Any], monkeypatch: p
     assert sorted(engine.forwards._graphs) == ([3] if options else [1, 2])
 
 
+def test_warming_up_touches_the_scratch_page_only() -> None:
+    engine = device_engine(SMALL)
+    before = engine.pool.bytes[1:].clone()
+    engine.forwards.warm_up(300, 8)
+    assert torch.equal(engine.pool.bytes[1:], before)
+    assert not engine.forwards.last_ids[1:].any()
+
+
 def test_buckets() -> None:
     assert buckets_for(1) == (1,)
     assert buckets_for(16) == (1, 2, 4, 8, 16)

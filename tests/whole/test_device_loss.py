@@ -128,7 +128,7 @@ def test_a_lost_device(model: Path, tmp_path: Path, point: str) -> None:
         for stream in streams[:2]:
             assert stream.events[-1] == "[DONE]"
         assert "the device fell off the bus" in server.log
-        assert re.search(r"drained: nothing is left to do, \d+ pages and \d+ chunks went with the device", server.log)
+        assert re.search(r"drained: nothing is left to do.* \d+ chunks went with the device", server.log)
         assert "Traceback" not in server.log
         server.trigger.unlink()
         server.start()
