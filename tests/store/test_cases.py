@@ -88,6 +88,9 @@ def test_p29_eight_askers_of_a_damaged_prefix(tmp_path: Path, harm: Callable[[Pa
             assert said in ({reason, "quarantined", "missing"} if meta is metas[2] else {""})
         assert reason in {outcomes[job].reason for job, meta in jobs.items() if meta is metas[2]}
         assert rig.gone.count(metas[2].key) == 1
+        state = rig.store._state
+        with state.lock:  # setting the file aside is the janitor's work, not a read
+            assert state.quiet.wait_for(lambda: not state.burials and not state.dying, WAIT_S)
         io.arm(Fault("open", 1 << 30))
         assert {rig.read(metas[2]) for _ in range(20)} <= {"quarantined", "missing"}
         assert (io.calls["open"], io.calls["preadv"]) == (0, 0)
