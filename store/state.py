@@ -34,7 +34,8 @@ Done = Callable[[Any], None]
 
 @dataclass(slots=True, eq=False)
 class Read:
-    """One read. Exactly one of ``meta`` (a chunk or state), ``wish`` (a tail) and ``record`` is set. ``held``: index keys pinned for it."""
+    """One read. Exactly one of ``meta`` (a chunk or state), ``wish`` (a tail) and ``record`` is set. ``held``: index keys
+    pinned for it."""
 
     job: int
     slot: memoryview

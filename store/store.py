@@ -156,9 +156,9 @@ class DiskStore:
             admission.admit_write(state, job, meta, slot, done, klass)
 
     def write_record(self, job: int, record: Record, done: Done, *, klass: int) -> None:
-        """Outcome: RecordResult; "" only if the record is durable, after all that it names; it takes the place of the one before
-        it. What a pinned record names is not evicted, also after a restart, until its record is replaced by one that is not
-        pinned, or dropped."""
+        """Outcome: RecordResult; "" only if the record is durable, after all that it names; it takes the place of the one
+        before it. What a pinned record names is not evicted, also after a restart, until its record is replaced by one that is
+        not pinned, or dropped."""
         with self._state.lock:
             recordjobs.admit_record(self._state, job, record, done, klass)
 

@@ -44,8 +44,8 @@ NEXT = {
 class Write:
     """One write. ``followers``: (job, done) of later writes of the same key, which end with it. ``gates``: unlinks that
     must be over before its data may be written. ``doomed``: an ancestor failed while a worker owned it. ``parent``: index key
-    of the file that must be durable before. ``record``: it is one, and ``meta`` only says where it hangs; ``file_bytes``: what its
-    file takes, known once it is written; ``dropped``: to be deleted as soon as it is settled."""
+    of the file that must be durable before. ``record``: it is one, and ``meta`` only says where it hangs; ``file_bytes``: what
+    its file takes, known once it is written; ``dropped``: to be deleted as soon as it is settled."""
 
     job: int
     meta: ChunkMeta

@@ -38,7 +38,8 @@ def write_data(disk: Directory, home: Home, write: Write, created_ns: int, *, sy
     """Header into the slot's first block, then the whole slot into a new file in tmp/; a record is encoded here, and goes
     through the page cache. Returns the file's name.
 
-    ValueError: a record that cannot be told; nothing was begun. OSError/MemoryError: the write failed and left nothing. Stranded: it left bytes. fdatasync is never tried twice.
+    ValueError: a record that cannot be told; nothing was begun. OSError/MemoryError: the write failed and left nothing.
+    Stranded: it left bytes. fdatasync is never tried twice.
     """
     if write.record is not None:
         data = encode(write.record, record_home(disk, home, write), created_ns)

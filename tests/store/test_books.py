@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 from kvalet.store.books import Books
-from kvalet.store.entries import QUARANTINE_LIMIT
-from kvalet.store.entries import UNKNOWN_ORDINAL, Entry, keys_of
+from kvalet.store.entries import QUARANTINE_LIMIT, UNKNOWN_ORDINAL, Entry, keys_of
 from kvalet.store.ids import ChunkKey
 from kvalet.store.layout import FileName
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from damagekit import flip
 from kvalet.store import chores, janitor
 from kvalet.store.faults import Fault, FaultIO
 from kvalet.store.state import StoreState
@@ -47,7 +48,7 @@ def test_setting_a_bad_file_aside_survives_any_failure(tmp_path: Path, op: str, 
         rig.write(metas)
         paths = [rig.path(meta) for meta in metas]
         for path in paths:
-            path.write_bytes(path.read_bytes()[:-1] + b"?")
+            flip(path, FILE_BYTES - 1)
         assert rig.read(metas[0]) == "payload"
         rig.quiet()
         state = rig.store._state

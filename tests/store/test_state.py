@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from damagekit import flip
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvalet.store import header, layout, reading
@@ -74,8 +75,7 @@ def of_another_part(rig: RecordRig, one: Toy) -> None:
 
 
 def chunk_before_it(rig: RecordRig, one: Toy) -> None:
-    path = rig.path(one.metas[3])
-    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    flip(rig.path(one.metas[3]), BLOCK_BYTES)
 
 
 FAULTS: dict[str, tuple[Callable[[RecordRig, Toy], None], str]] = {

@@ -11,6 +11,7 @@ import os
 import sys
 from pathlib import Path
 
+from damagekit import flip
 from kvalet.store.writeboard import Stage, Write, WriteBoard
 from recordkit import RecordRig, record_of
 from storekit import FILE_BYTES
@@ -62,7 +63,7 @@ def main(directory: Path, mode: str) -> None:
         elif mode == "damage":
             meta = rig.chain(2)[1]
             path = rig.path(meta)
-            path.write_bytes(path.read_bytes()[:-1] + b"?")
+            flip(path, FILE_BYTES - 1)
             rig.read(meta)
     say("end")
 

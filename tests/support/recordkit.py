@@ -48,15 +48,18 @@ class RecordRig(Rig):
         """Reason."""
         job = self.submit_record(record, klass=klass)
         result = self.settle()
-        assert isinstance(result, RecordResult) and result.job == job
-        assert result.record is None and (result.n_bytes > 0) == (result.reason == "")
+        assert isinstance(result, RecordResult)
+        assert result.job == job
+        assert result.record is None
+        assert (result.n_bytes > 0) == (result.reason == "")
         return result.reason
 
     def get(self, branch: str = BRANCH, session: str = SESSION, tenant: str = TENANT) -> RecordResult:
         job = next(self.jobs)
         self.store.read_record(job, tenant, session, branch, self.done.put)
         result = self.settle()
-        assert isinstance(result, RecordResult) and result.job == job
+        assert isinstance(result, RecordResult)
+        assert result.job == job
         assert (result.record is None) == (result.reason != "")
         return result
 
