@@ -27,9 +27,8 @@ class Tool:
 
 
 def parse_tools(tools: Sequence[Any]) -> tuple[Tool, ...]:
-    """The tools, in the client's order. ApiError 400 for a type other than "function" (nobody here would run a hosted search,
-    and an agent that believes in one waits for it), a bad name, a name given twice, parameters that are not an object, too
-    many."""
+    """Tools of type "function", in the client's order. Other types (hosted searches and the like) are left out: agents send
+    them to every server. ApiError 400 for a bad name, a name given twice, parameters that are not an object, too many."""
     if len(tools) > MAX_TOOLS:
         raise ApiError(f"{len(tools)} tools: at most {MAX_TOOLS} are taken.", param="tools")
     parsed: list[Tool] = []
@@ -38,9 +37,8 @@ def parse_tools(tools: Sequence[Any]) -> tuple[Tool, ...]:
         path = f"tools[{index}]"
         if not isinstance(tool, dict):
             raise ApiError("A tool must be an object.", param=path)
-        kind = tool.get("type", "function")
-        if kind != "function":
-            raise ApiError(f"Tools of type {str(kind)[:100]!r} are not supported: only 'function'.", param=f"{path}.type")
+        if tool.get("type", "function") != "function":
+            continue
         one = _tool(tool.get("function"), f"{path}.function")
         if one.name in names:
             raise ApiError(f"Two tools are named {one.name!r}.", param=f"{path}.function.name")

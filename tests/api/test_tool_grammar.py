@@ -159,7 +159,6 @@ def walk(made: LLMatcher, rng: random.Random) -> str:
     ("tools", "param"),
     [
         (["x"], "tools[0]"),
-        ([function("a"), {"type": "web_search"}], "tools[1].type"),
         ([{"type": "function"}], "tools[0].function"),
         ([function("a"), {"type": "function", "function": {"name": ""}}], "tools[1].function.name"),
         ([{"type": "function", "function": {"name": 'a"b'}}], "tools[0].function.name"),
@@ -177,14 +176,9 @@ def test_tools_that_are_refused(tools: list[Any], param: str) -> None:
     assert (caught.value.status, caught.value.param) == (400, param)
 
 
-def test_a_tool_of_another_kind_is_named_and_a_missing_kind_is_a_function() -> None:
-    with pytest.raises(ApiError, match="'namespace'"):
-        parse_tools([function("a"), {"type": "namespace", "tools": []}])
-    parsed = parse_tools([function("b"), {"function": {"name": "a"}}])
-    assert [(tool.name, tool.path) for tool in parsed] == [
-        ("b", "tools[0].function.parameters"),
-        ("a", "tools[1].function.parameters"),
-    ]
+def test_other_kinds_of_tools_are_left_out() -> None:
+    parsed = parse_tools([{"type": "web_search"}, function("a"), {"type": "namespace", "tools": []}])
+    assert [(tool.name, tool.path) for tool in parsed] == [("a", "tools[1].function.parameters")]
 
 
 @pytest.mark.parametrize(
