@@ -95,7 +95,9 @@ def test_what_cannot_be_had_is_refused(config: dict[str, Any], message: str) -> 
 
 
 def test_limit_of_a_control_group_is_told() -> None:
-    made = plan_memory(EngineConfig(max_rows=16), SMOLLM, context_tokens=8192, available_bytes=GIB, limited_by="/sys/fs/cgroup/x")
+    made = plan_memory(
+        EngineConfig(max_rows=16), SMOLLM, context_tokens=8192, available_bytes=GIB, limited_by="/sys/fs/cgroup/x"
+    )
     assert says(made, "limited by /sys/fs/cgroup/x")
 
 
