@@ -143,11 +143,13 @@ def test_a_device_lost_while_nothing_runs_and_nothing_can_be_written_still_ends(
     with FaultyServer(model, "launch", tmp_path / "now", *sizes) as server:
         ask(server, 0)
         server.trigger.touch()
-        status, reply = server.request("/v1/completions", {"model": server.model, "prompt": prompt(1), "max_tokens": 4})
-        assert status == 503
-        assert reply["error"]["code"] in CODES, (
-            "what the last turn left to do may have found the device lost before this one came"
-        )
+        try:
+            status, reply = server.request("/v1/completions", {"model": server.model, "prompt": prompt(1), "max_tokens": 4})
+        except (urllib.error.URLError, ConnectionError):
+            pass  # what the last turn left to do found the device lost, and the process was gone before this one came
+        else:
+            assert status == 503
+            assert reply["error"]["code"] in CODES
         assert server.process is not None
         try:
             assert server.process.wait(200) == 70

@@ -49,7 +49,7 @@ def sums(rounds: list[list[dict[str, Any]]], key: str) -> int:
 
 @pytest.mark.parametrize(
     ("least", "pool_tokens", "ram"),
-    [(110, 960, "24MB"), pytest.param(210, 1536, "24MB", marks=pytest.mark.long)],
+    [(110, 1024, "24MB"), pytest.param(210, 1536, "24MB", marks=pytest.mark.long)],
 )
 def test_restored_equals_never_spilled_and_survives_sigkill(tmp_path: Path, least: int, pool_tokens: int, ram: str) -> None:
     common = ("--weights", "bf16", "--deterministic", "--max-rows", "4")
