@@ -27,7 +27,7 @@ RETRY_S = 1.0
 MAX_RETRY_S = 30.0
 """The pause after a failed write doubles from the first to the second; a success ends it. Nobody wakes for a retry: it is
 made at the next event that finds writes due (a drain does wake)."""
-NOT_THE_DISKS_FAULT = frozenset({"cancelled", "ancestor"})
+NOT_THE_DISKS_FAULT = frozenset({"cancelled", "ancestor", "blocked"})
 EVICTION, CHECKPOINT = 1, 2
 """Classes of a write."""
 
@@ -168,6 +168,8 @@ def on_failed(board: Board, transfer: Transfer, reason: str) -> None:
         while at is not None:
             board.chunks.set_on_disk(at, board.disk.has(at.key))
             at = at.parent
+    if reason == "blocked":
+        chunk.writes = MAX_WRITES_PER_USE  # it would fail again: only another use is worth another try
     if reason not in NOT_THE_DISKS_FAULT:
         chunk.writes = max(0, chunk.writes - 1)
         if reason != "budget" or transfer.klass != CHECKPOINT:

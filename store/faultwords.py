@@ -8,6 +8,8 @@ RESOURCES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN})
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 STRANGE = frozenset({errno.ELOOP, errno.ENOTDIR, errno.ENXIO, errno.EISDIR, errno.ENODEV, errno.ENOTEMPTY})
 """Something that is not a file of ours stands in the place."""
+IN_THE_WAY = frozenset({errno.EISDIR, errno.ENOTEMPTY, errno.ENOTDIR, errno.ELOOP})
+"""Something that is not a file of ours stands where a file should go; it stays."""
 BARRED = frozenset({errno.EACCES, errno.EPERM})
 """It may be ours, but we may not open it."""
 NO_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
@@ -27,13 +29,14 @@ def write_reason(error: OSError | MemoryError) -> str:
     """A word of store.jobs.WriteResult."""
     if isinstance(error, MemoryError) or error.errno in RESOURCES:
         return "resources"
+    if error.errno in IN_THE_WAY:
+        return "blocked"
     return "full" if error.errno in FULL else "io"
 
 
 def opens_write_breaker(error: OSError | MemoryError) -> bool:
     """Is the disk (not this one name) to blame? A strange thing in one file's place is no reason to stop writing."""
-    local = {errno.EISDIR, errno.ENOTEMPTY, errno.ENOTDIR, errno.ELOOP}
-    return isinstance(error, OSError) and write_reason(error) == "io" and error.errno not in local
+    return write_reason(error) == "io"
 
 
 def explain(error: BaseException) -> str:

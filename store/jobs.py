@@ -27,8 +27,9 @@ class ReadResult:
 
 @dataclass(frozen=True, slots=True)
 class WriteResult:
-    """``reason`` "" = durable. Else one of: full, io, ancestor, read_only, resources, cancelled, closed, budget,
-    internal. ``skipped``: it was there already (or another job wrote it meanwhile), this job wrote nothing."""
+    """``reason`` "" = durable. Else one of: full, io, blocked, ancestor, read_only, resources, cancelled, closed, budget,
+    internal. blocked: something that is no file of ours has the name. ``skipped``: it was there already (or another job wrote
+    it meanwhile), this job wrote nothing."""
 
     job: int
     reason: str = ""

@@ -180,14 +180,15 @@ def _read_file(disk: Directory, file: FileName, slot: memoryview, n_bytes: int, 
     shard_fd = disk.open_shard(file.folder, file.shard)
     try:
         flags = disk.data_flags
-        while True:
-            try:
-                return _read_once(disk, shard_fd, file, slot[:n_bytes], flags, whole=whole)
-            except OSError as error:
-                if not flags or error.errno not in NO_DIRECT:
-                    raise
-            disk.direct_refused(f"read of {file.folder}/{file.shard}/{file.name[:16]}")
-            flags = 0
+        try:
+            return _read_once(disk, shard_fd, file, slot[:n_bytes], flags, whole=whole)
+        except OSError as error:
+            if not flags or error.errno not in NO_DIRECT:
+                raise
+        # a directory or a FIFO refuses direct I/O whatever the file system can do: only a good file tells
+        found = _read_once(disk, shard_fd, file, slot[:n_bytes], 0, whole=whole)
+        disk.direct_refused(f"read of {file.folder}/{file.shard}/{file.name[:16]}")
+        return found
     finally:
         disk.close_quietly(shard_fd)
 

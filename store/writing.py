@@ -158,6 +158,7 @@ def _publish_shard(disk: Directory, shard_fd: int, writes: Sequence[Write], *, s
 
 
 def _take_back(disk: Directory, write: Write, error: OSError | MemoryError) -> PublishFailure:
+    error.__traceback__ = None  # its frames hold the list that will hold the error, and the write's slot with them
     try:
         discard(disk, write.tmp, write.n_bytes, error)
     except Stranded as stranded:
@@ -167,6 +168,7 @@ def _take_back(disk: Directory, write: Write, error: OSError | MemoryError) -> P
 
 def _unpublish(disk: Directory, shard_fd: int, write: Write, error: OSError | MemoryError) -> PublishFailure:
     """The name may or may not survive; it was never acknowledged, so it goes."""
+    error.__traceback__ = None
     try:
         disk.io.unlink(write.file.name, dir_fd=shard_fd)
     except FileNotFoundError:

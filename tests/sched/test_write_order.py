@@ -120,6 +120,20 @@ def test_only_the_disks_own_fault_makes_it_pause(reason: str, blamed: bool) -> N
     assert world.drained == [0]
 
 
+def test_a_name_that_something_strange_has_is_not_tried_again_in_this_use() -> None:
+    """P29: a directory stands where a chunk should go. It costs that chunk (and what comes after it) and nobody waits."""
+    world = World(config(n_pages=60, ram_slots=0))
+    world.ask(words(1, 24), "a", max_tokens=1)
+    drain(world)
+    while world.copy(False):
+        pass
+    assert world.job("write", "blocked")
+    assert world.core._board.write_failures == 0
+    world.settle()
+    assert world.drained == [3]
+    assert len(writes(world)) == 1
+
+
 def test_a_drain_that_cannot_write_says_how_many_chunks_it_leaves_behind_at_its_deadline() -> None:
     world = World(config(n_pages=60, ram_slots=0))
     assert world.store is not None

@@ -6,6 +6,8 @@ Through HTTP: ``tests/whole/test_cases_store.py``.
 from __future__ import annotations
 
 import errno
+import gc
+import mmap
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -97,6 +99,31 @@ def test_p29_eight_askers_of_a_damaged_prefix(tmp_path: Path, harm: Callable[[Pa
         io.disarm()
         assert rig.store.statistics().internal == 0
         assert rig.store.health().status == "ok"
+
+
+@pytest.mark.parametrize("harm", [directory, fifo])
+def test_p29_something_in_the_way_costs_its_own_name_only(tmp_path: Path, harm: Callable[[Path], None]) -> None:
+    """Direct I/O stays on, writing goes on, and a failed publication holds neither its slot nor anything else."""
+    memory = mmap.mmap(-1, FILE_BYTES)
+    gc.disable()  # only what no reference holds any more is gone
+    try:
+        with Rig(tmp_path / "s") as rig:
+            meta, other = rig.chain(1)[0], rig.chain(1, seed=2)[0]
+            rig.write([meta])
+            direct = rig.store.statistics().direct
+            path = rig.path(meta)
+            harm(path)
+            assert rig.read(meta) == "foreign"
+            assert rig.store.statistics().direct == direct
+            rig.submit_write(meta, view=memoryview(memory))
+            assert rig.settle().reason == ("blocked" if harm is directory else "")
+            assert rig.store.accepts_writes()
+            rig.write([other])
+            assert rig.read(other) == ""
+            assert path.is_dir() is (harm is directory)
+        memory.close()  # BufferError if something holds the slot after the store is closed
+    finally:
+        gc.enable()
 
 
 def test_p29_a_file_that_may_not_be_opened(tmp_path: Path) -> None:
