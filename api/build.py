@@ -113,7 +113,12 @@ def _build(config: EngineConfig, tell: Progress, opened: ExitStack, kit: DeviceK
         default_max_tokens=config.default_max_tokens,
         ids_only=model.tokenizer.ids_only,
     )
-    notes = [*plan.notes, *(note for note in (device_note, store_note, template_note) if note)]
+    cut = (
+        f"context: {model.context_tokens:,} tokens, the model's own limit"
+        if model.context_tokens < config.context_tokens
+        else ""
+    )
+    notes = [*plan.notes, *(note for note in (device_note, store_note, template_note, cut) if note)]
     banner = _banner(config, place, model, geometry, plan, store, sched, notes)
     return Parts(
         core=Core(sched, store if store is not None else NoDisk()),

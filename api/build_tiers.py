@@ -11,7 +11,7 @@ from kvalet.runtime.geometry import KVGeometry
 from kvalet.runtime.plan import SlotId
 from kvalet.runtime.slab import Slab
 from kvalet.store.config import StoreConfig
-from kvalet.store.errors import StoreError
+from kvalet.store.errors import StoreError, StoreRefused
 from kvalet.store.ids import ChunkKey, Identity, TailRef
 from kvalet.store.store import DiskStore
 
@@ -32,6 +32,11 @@ def open_store(
 ) -> tuple[DiskStore | None, str]:
     """The tier, or why there is none although one was asked for. StoreError unless it is optional."""
     if not plan.store_bytes:
+        if config.store_dir and not config.store_optional:
+            why = "; ".join(note for note in plan.notes if note.startswith("disk tier"))
+            raise StoreRefused(
+                f"The store {config.store_dir!r} cannot be used ({why}): make room, give --store-bytes, or --store-optional."
+            )
         return None, ""
     store_config = StoreConfig(
         directory=config.store_dir,
@@ -39,6 +44,7 @@ def open_store(
         min_free_bytes=config.store_min_free_bytes,
         readers=config.store_readers,
         writers=config.store_writers,
+        bytes_per_day=config.store_bytes_per_day,
     )
     try:
         store = DiskStore.open(

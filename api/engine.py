@@ -16,6 +16,7 @@ import os
 import secrets
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import date
 from functools import partial
@@ -29,7 +30,7 @@ from kvalet.api.errors import ApiError
 from kvalet.api.memory_plan import MemoryPlan
 from kvalet.api.prompts import Prepared
 from kvalet.api.refusals import refusal_error
-from kvalet.api.requests import ChatRequest, CompletionRequest, ToolCall
+from kvalet.api.requests import ChatRequest, CompletionRequest, ToolCall, text_size
 from kvalet.api.session import Session
 from kvalet.api.turn import Turn
 from kvalet.runtime.geometry import PAGE_TOKENS
@@ -41,6 +42,8 @@ from kvalet.sched.turns import TurnSpec
 from kvalet.store.ids import tenant_secret
 
 TEXT_THREADS = 2
+LARGE_TEXT = 256_000
+"""Characters from which on a request has to wait while another such one is in the text threads: small ones never do."""
 STALLED_S = 60.0
 """Without a step for so long while turns could go on, the engine is not ready: longer than any step or disk takes."""
 Result = TypeVar("Result")
@@ -95,6 +98,7 @@ class Engine:
 
     async def __aenter__(self) -> Engine:
         self._threads = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="kvalet-text")
+        self._large_text = anyio.CapacityLimiter(TEXT_THREADS - 1)
         building = self._threads.submit(self._builder, self.config, self._progress)
         try:
             self._parts = parts = await asyncio.wrap_future(building)
@@ -137,22 +141,23 @@ class Engine:
     async def start_chat(self, request: ChatRequest) -> Turn:
         """From the return on the turn ends exactly once, and says how as its last item. ApiError for whatever is refused;
         it, or being cancelled, leaves nothing behind."""
-        prepared = await self._prepare(lambda parts: parts.prompts.chat(request, date.today()))
+        prepared = await self._prepare(request, lambda parts: parts.prompts.chat(request, date.today()))
         return await self._submit(request, prepared, "chatcmpl")
 
     async def start_completion(self, request: CompletionRequest) -> Turn:
         """As ``start_chat``."""
-        prepared = await self._prepare(lambda parts: parts.prompts.completion(request))
+        prepared = await self._prepare(request, lambda parts: parts.prompts.completion(request))
         return await self._submit(request, prepared, "cmpl")
 
-    async def _prepare(self, work: Callable[[Parts], Prepared]) -> Prepared:
+    async def _prepare(self, request: ChatRequest | CompletionRequest, work: Callable[[Parts], Prepared]) -> Prepared:
         """At most ``queue_limit`` requests wait for the text threads; one more is a 429."""
         parts = self._open_parts()
         if self._preparing >= self.config.queue_limit:
             raise ApiError("Too many requests are waiting.", status=429, code="queue_full", retry_after_s=1.0)
         self._preparing += 1
         try:
-            return await self._in_thread(partial(work, parts))
+            async with self._large_text if text_size(request) >= LARGE_TEXT else nullcontext():
+                return await self._in_thread(partial(work, parts))
         finally:
             self._preparing -= 1
 

@@ -12,6 +12,9 @@ from typing import Any
 from kvalet.runtime.plan import SamplingParams, TokenLogprob
 from kvalet.sched.turns import EndReason, TurnReport
 
+MESSAGE_CHARS = 50
+"""What a message costs beside its text: rendering."""
+
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
@@ -45,6 +48,19 @@ class CompletionRequest:
     tenant: str = ""
     cache_salt: str = ""
     priority: int = 0
+
+
+def text_size(request: ChatRequest | CompletionRequest) -> int:
+    """What turning it into tokens will cost, in characters, roughly. Never raises, whatever the messages hold."""
+    if isinstance(request, CompletionRequest):
+        return len(request.prompt) if isinstance(request.prompt, str) else 0
+    return sum(MESSAGE_CHARS + _content_size(message.get("content")) for message in request.messages)
+
+
+def _content_size(content: object) -> int:
+    if isinstance(content, list):
+        return sum(len(part["text"]) for part in content if isinstance(part, dict) and isinstance(part.get("text"), str))
+    return len(content) if isinstance(content, str) else 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,6 +102,8 @@ def on_done(board: Board, event: RecordDone) -> None:
     job = _answered(board, event)
     line = job.line
     line.saved, line.failures, line.refused = job.saved, 0, ""
+    if job.saved.pinned != line.session.pinned and line.session.lines.get(line.branch.id) is line:
+        board.lines.due[line] = None  # pinned or unpinned while this record was under way
     board.counters.written_records += 1
     board.counters.record_bytes += event.n_bytes
     if line not in board.lines.checkpoints:

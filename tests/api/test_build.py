@@ -169,6 +169,28 @@ def test_a_store_in_use_stops_the_start_unless_it_is_optional(tmp_path: Path, sl
 
 
 @pytest.mark.usefixtures("one_load")
+def test_a_store_without_room_stops_the_start_unless_it_is_optional(tmp_path: Path, slabs: list[Slab]) -> None:
+    fields: dict[str, Any] = {"store_dir": str(tmp_path / "kv"), "store_bytes": 100}
+    with pytest.raises(StartError, match=r"kv'.*less than one chunk") as caught:
+        build(config(**fields))
+    assert "\n" not in str(caught.value)
+    without = build(config(**fields, store_optional=True))
+    assert without.store is None
+    assert any("less than one chunk" in line for line in without.banner)
+    release(without)
+
+
+@pytest.mark.usefixtures("one_load")
+def test_what_was_asked_of_the_store_and_the_context_is_done_or_told(tmp_path: Path, slabs: list[Slab]) -> None:
+    store: dict[str, Any] = {"store_dir": str(tmp_path / "kv"), "store_bytes": 1 << 28, "store_min_free_bytes": 0}
+    parts = build(config(**store, store_bytes_per_day=5 << 30, context_tokens=99_999))
+    assert parts.store is not None
+    assert parts.store.statistics().bytes_per_day == 5 << 30
+    assert any(f"{parts.context_tokens:,} tokens, the model's own limit" in line for line in parts.banner)
+    release(parts)
+
+
+@pytest.mark.usefixtures("one_load")
 def test_a_model_without_a_usable_template_still_completes(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     from dataclasses import replace
 

@@ -75,6 +75,35 @@ def test_pinning_twice_and_letting_go_twice_are_once() -> None:
     world.assert_quiet()
 
 
+@pytest.mark.parametrize("wishes", [(False, True), (False, True, False), (False, True, False, True)])
+def test_of_wishes_in_quick_succession_the_last_one_counts_on_disk_too(wishes: tuple[bool, ...]) -> None:
+    """Each comes while the record of the one before is under way."""
+    world = World(config(n_pages=100))
+    pinned(world)
+    for wish in wishes:
+        world.session("a", wish)
+    world.settle()
+    (record,) = records(world)
+    assert record.pinned is wishes[-1]
+    world.assert_quiet()
+    world.kill()
+    assert state(world).pinned is wishes[-1]
+
+
+def test_a_pin_that_is_taken_back_while_its_record_is_under_way() -> None:
+    world = World(config(n_pages=100))
+    world.ask(words(1, 30), "a", max_tokens=6, ignore_eos=True)
+    world.settle()
+    world.session("a", True)
+    while not world.log["WriteRecord"]:
+        assert world.advance()
+    world.session("a", False)
+    world.settle()
+    (record,) = records(world)
+    assert not record.pinned
+    world.assert_quiet()
+
+
 def test_a_pin_outlives_the_process() -> None:
     world = World(config(n_pages=100))
     pinned(world)
