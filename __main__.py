@@ -12,7 +12,7 @@ COMMANDS = {
     "chat": ("kvalet.api.chat_command:main", "talk to a running server"),
     "pull": ("kvalet.api.pull_command:main", "fetch a model from the Hugging Face hub"),
     "doctor": ("kvalet.api.doctor:main", "what was found on this machine, and what is wrong"),
-    "store": ("kvalet.api.store_command:main", "look after a store: ls, check, gc, rm, export"),
+    "store": ("kvalet.api.store_command:main", "look after a store: ls, check, gc, rm, export, bench"),
     "demo": ("kvalet.api.demo:main", "many agents on one small machine, spilled and restored"),
 }
 """Name -> (module:function taking the arguments and returning the exit status, one line of help)."""

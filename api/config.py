@@ -14,7 +14,7 @@ class EngineConfig:
     "auto" = cuda where it can be used. ``device_share``: of the GPU's memory, what may be used in all, weights included.
     ``weights``: auto, bf16, fp32 or int4 (CPU). ``pool_tokens``: device pool, in tokens of KV. ``ram_bytes``: RAM tier,
     -1 = choose, 0 = off. ``store_dir`` "" = no disk tier; ``store_bytes`` its cap; ``store_min_free_bytes`` what must stay free
-    on that disk. ``store_bytes_per_day``: most bytes written for checkpoints in a day, 0 = no limit. ``checkpoint``: "off"
+    on that disk. ``store_bytes_per_day``: most bytes written in a day (checkpoints stop first), 0 = any. ``checkpoint``: "off"
     writes idle sessions to disk when their room is needed and at the end, "idle" after each turn as well, at the lowest class
     (pinned sessions always). ``store_optional``: serve without the tier when it cannot be opened (the reason is kept).
     ``max_rows``: sequences in a step, 0 = choose. ``threads``: of the model's arithmetic. ``lag`` -1 = the

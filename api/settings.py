@@ -76,7 +76,7 @@ class ServeSettings(BaseSettings):
     store_bytes: Size = Field(ENGINE.store_bytes, ge=0, description="most bytes in the store, 0 = choose")
     store_min_free_bytes: Size = Field(ENGINE.store_min_free_bytes, ge=0, description="bytes that stay free on that disk")
     store_optional: bool = Field(ENGINE.store_optional, description="serve without the store when it cannot be opened")
-    store_bytes_per_day: Size = Field(ENGINE.store_bytes_per_day, ge=0, description="most checkpoint bytes a day, 0 = any")
+    store_bytes_per_day: Size = Field(ENGINE.store_bytes_per_day, ge=0, description="most bytes written in a day, 0 = any")
     checkpoint: Literal["off", "idle"] = Field("off", description="write sessions to the store: at eviction, or when idle")
     store_readers: int = Field(ENGINE.store_readers, ge=1, le=64, description="threads that read the store")
     store_writers: int = Field(ENGINE.store_writers, ge=1, le=64, description="threads that write the store")
