@@ -221,6 +221,12 @@ def drop(board: Board, line: Line) -> None:
         board.out.append(DropRecord(line.session.tenant, line.session.name, line.branch.id))
 
 
+def stored(board: Board, tenant: str, name: str) -> list[str]:
+    """Branches that the disk has records of, but for those whose end was decided with this tick's commands."""
+    dropped = {c.branch for c in board.out if isinstance(c, DropRecord) and (c.tenant, c.session) == (tenant, name)}
+    return [branch for branch in board.disk.branches(tenant, name) if branch not in dropped]
+
+
 def close(board: Board, session: Session | None, tenant: str, name: str) -> None:
     """All records of the session go, read or not; nothing is written for it any more."""
     stored: dict[str, None] = dict.fromkeys(board.disk.branches(tenant, name))

@@ -17,7 +17,7 @@ from kvalet.sched.commands import ReadRecords, TellSession
 from kvalet.sched.events import AskSession, ForkSession, RecordsRead
 from kvalet.sched.growth import pin
 from kvalet.sched.lines import Ask, Line, Load, Saved
-from kvalet.sched.records import number, trim
+from kvalet.sched.records import number, stored, trim
 from kvalet.sched.session import MAX_BRANCHES, Branch, Session, Turn
 from kvalet.sched.session_state import SessionState
 from kvalet.store.record import Record
@@ -29,7 +29,7 @@ MAX_ASKS = 64
 def load(board: Board, session: Session) -> None:
     """Ask the disk, once, for the records of a session that was just opened."""
     session.looked = True
-    branches = tuple(islice(board.disk.branches(session.tenant, session.name), MAX_BRANCHES))
+    branches = tuple(islice(stored(board, session.tenant, session.name), MAX_BRANCHES))
     if branches:
         transfer = number(board, len(branches))
         session.loading, session.load_until = transfer, board.now + board.config.record_wait_s
@@ -111,7 +111,7 @@ def fits(record: Record, chunk_tokens: int) -> bool:
 def open_stored(board: Board, tenant: str, name: str) -> Session | None:
     """The open session of that name, or one that the disk has records of; None if there is neither, or no room."""
     session = board.sessions.find(tenant, name)
-    if session is None and board.disk.branches(tenant, name):
+    if session is None and stored(board, tenant, name):
         session = board.sessions.open_named(tenant, name)
         if session is not None:
             load(board, session)
@@ -147,7 +147,7 @@ def ask(board: Board, event: AskSession) -> None:
     if session is None and event.pinned:
         session = board.sessions.open_named(event.tenant, event.session)
     if session is None:
-        full = bool(event.pinned or board.disk.branches(event.tenant, event.session))
+        full = bool(event.pinned or stored(board, event.tenant, event.session))
         board.out.append(TellSession(event.request, None if full else SessionState()))
         return
     if not session.looked:

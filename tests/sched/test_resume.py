@@ -8,6 +8,7 @@ import pytest
 from kvalet.runtime.fake_model import FakeModel
 from kvalet.sched import events as ev
 from kvalet.sched.resume import MAX_ASKS, fits
+from kvalet.sched.session_state import SessionState
 from kvalet.sched.turns import EndReason
 from kvalet.store.record import Record, Span
 from schedworld import Client, World, config
@@ -173,6 +174,20 @@ def test_a_session_closed_while_its_records_are_read_stays_closed() -> None:
     assert not state.known
     assert records(world) == []
     assert world.core.statistics().sessions == 0
+
+
+@pytest.mark.parametrize("wish", [None, True])
+def test_a_session_asked_for_in_the_tick_that_closed_it_is_a_new_one(wish: bool | None) -> None:
+    """The order to forget its records is given, but not carried out yet: they must not come back."""
+    world = World(config(n_pages=60))
+    parked(world)
+    world.core.take_in(ev.CloseSession(world.now, "a"))
+    world.core.take_in(ev.AskSession(world.now, 9, "a", "", wish))
+    world._follow(world.core.decide())
+    assert world.jobs("read_record") == []
+    assert world.told[9] == SessionState(known=bool(wish), pinned=bool(wish))
+    world.settle()
+    assert records(world) == []
 
 
 def test_questions_beyond_the_bound_are_answered_with_what_is_known() -> None:
