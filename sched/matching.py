@@ -134,7 +134,7 @@ def _sources(board: Board, root: Root, path: list[Node], turn: Turn, ids: tuple[
         parent_key = key
     if start < limit:
         partial = _in_part(board, root, parent_key, ids, start, resident, limit)
-        own = _own_tail(board, turn, parent_key, ids, start, resident, limit)
+        own = _own_piece(board, turn, parent_key, ids, start, resident, limit)
         if own is not None and (partial is None or partial.question is not None or partial.n_tokens < own.n_tokens):
             partial = own
         if partial is not None and partial.start + partial.n_tokens > resident:
@@ -187,23 +187,23 @@ def _in_part(
     return disk
 
 
-def _own_tail(
+def _own_piece(
     board: Board, turn: Turn, parent: ChunkKey | None, ids: tuple[int, ...], start: int, resident: int, limit: int
 ) -> Source | None:
-    """The stored tail of the branch that the turn goes on from, up to the first token that differs: its ids are known, so it
-    needs no question, and deterministic mode knows the calls behind it."""
+    """The stored tail or chunk of the branch that the turn goes on from, up to the first token that differs: its ids are known,
+    so it needs no question, and deterministic mode knows the calls behind it."""
     branch, size = turn.branch, board.config.chunk_tokens
-    if branch is None or not start < branch.kv_len < start + size or branch.ids[:start] != ids[:start]:
+    if branch is None or not start < branch.kv_len or branch.ids[:start] != ids[:start]:
         return None
-    tail = branch.ids[start : branch.kv_len]
-    shared = common_prefix(tail, ids[start : min(limit, start + size)])
+    piece = branch.ids[start : min(branch.kv_len, start + size)]
+    shared = common_prefix(piece, ids[start : min(limit, start + size)])
     first_page = max(0, resident - start) // board.config.page_tokens
     pages = -(-shared // board.config.page_tokens) - first_page
     if pages < 1:
         return None
-    key = board.chunks.key_after(turn.spec.secret, parent, tail)
+    key = board.chunks.key_after(turn.spec.secret, parent, piece)
     chunk = board.chunks.get(key)
-    source = Source(start, shared, first_page, pages, tail, key, chunk, from_disk=True, exact=shared == len(tail))
+    source = Source(start, shared, first_page, pages, piece, key, chunk, from_disk=True, exact=shared == len(piece))
     if chunk is not None and chunk.incoming is not None:
         return _attached(board, source, chunk.incoming)
     return source if board.disk.has(key) else None

@@ -176,6 +176,18 @@ def test_a_session_closed_while_its_records_are_read_stays_closed() -> None:
     assert world.core.statistics().sessions == 0
 
 
+@pytest.mark.parametrize("length", [7, 8, 29, 30, 32])
+def test_the_same_prompt_again_ends_inside_a_stored_chunk(length: int) -> None:
+    """P25: the answer went on in the prompt's last chunk, whose key names tokens that the prompt does not have. The branch
+    knows them: all but the last token of the prompt comes from disk."""
+    world = World(config(n_pages=60))
+    client = parked(world, length=length)
+    again = world.ask(after(client)[:length], "a", max_tokens=6, ignore_eos=True)
+    assert report(again).disk_tokens == length - 1
+    assert report(again).computed_tokens == 1
+    assert again.ids == client.ids
+
+
 @pytest.mark.parametrize("wish", [None, True])
 def test_a_session_asked_for_in_the_tick_that_closed_it_is_a_new_one(wish: bool | None) -> None:
     """The order to forget its records is given, but not carried out yet: they must not come back."""

@@ -133,7 +133,7 @@ def test_a_linked_shard_is_not_followed(tmp_path: Path) -> None:
     with Rig(tmp_path / "s") as rig:
         assert rig.store.found.strangers == 1
         assert not rig.store.has(metas[0].key)
-        assert rig.write(metas[:1])[0].reason == "io"
+        assert rig.write(metas[:1])[0].reason == "blocked"
         assert snapshot(tmp_path / "away") == before
 
 

@@ -56,8 +56,9 @@ def test_a_wholly_cached_prompt(server: Server) -> None:
     known (with 16, the answer too) as a prompt: from RAM or disk, from disk after SIGKILL, and after SIGTERM. The ids are the
     same each time; all but the last token is a hit, wholly from that tier; and a later turn hits beyond it.
 
-    (A prompt that is only the beginning of what is stored is found on disk from the first whole chunk on; shorter ones are
-    asked of the tails that this process wrote last: docs/store.md.)"""
+    (A prompt that is only the beginning of what is stored is found on disk in a named session, whatever its length
+    (sched/test_resume.py); without a name from the first whole chunk on, shorter ones among the tails that this process wrote
+    last.)"""
     ids = {(n, k): random_ids(n, n * 31 + k) for n, k in CACHED}
 
     def answers(**fields: Any) -> dict[Case, list[int]]:
