@@ -231,20 +231,25 @@ def test_a_callback_may_close_the_copier(pool: Pool, slab: Slab) -> None:
 
 def test_the_interpreter_lock_is_free_while_bytes_move() -> None:
     """The interpreter would not switch threads by itself for a minute; the copy has to let go, and this thread then sees the
-    copy still unfinished."""
+    copy still unfinished: once in many tries, for on a busy machine it may be woken too late to see it."""
     large = KVGeometry(n_layers=64, n_kv_heads=32, head_dim=128)
     big_slab, results = Slab(large, 1), Results()
     pool = Pool(stride=1)
     pool.bytes = np.ones((1, large.page_stride_bytes), dtype=np.uint8)
     copier = Copier(pool, big_slab, large)
     interval = sys.getswitchinterval()
-    sys.setswitchinterval(60.0)
-    try:
-        copier.copy_out(pages(0), SlotId(0), 0, results.done("out"))
-        assert pool.entered.wait(LIMIT_S)
-        unfinished = not results.calls
-    finally:
-        sys.setswitchinterval(interval)
-    results.wait(1)
+    unfinished = False
+    for tries in range(1, 101):
+        pool.entered.clear()
+        sys.setswitchinterval(60.0)
+        try:
+            copier.copy_out(pages(0), SlotId(0), 0, results.done("out"))
+            assert pool.entered.wait(LIMIT_S)
+            unfinished = len(results.calls) < tries
+        finally:
+            sys.setswitchinterval(interval)
+        results.wait(tries)
+        if unfinished:
+            break
     copier.close()
     assert unfinished
