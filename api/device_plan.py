@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from kvalet.api.config import EngineConfig
 from kvalet.api.memory_plan import PlanError
+from kvalet.runtime.device_sampler import DRAW_ROWS
 from kvalet.runtime.geometry import KVGeometry
 from kvalet.runtime.spec import ModelSpec
 
@@ -24,8 +25,6 @@ LIBRARY_BYTES = 512 << 20
 """Workspaces of the matrix library, compiled kernels, fragmentation."""
 DRAW_BYTES_PER_LOGIT = 96
 """Of drawing tokens on the device: noise, order and masses of a row's whole vocabulary."""
-DRAW_ROWS = 32
-"""Rows drawn at a time (``device_sampler.DRAW_ROWS``)."""
 
 
 @dataclass(frozen=True, slots=True)

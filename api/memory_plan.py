@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from kvalet.api.config import EngineConfig
 from kvalet.runtime.geometry import KVGeometry
+from kvalet.sched.persist import MAX_WRITES
 
 POOL_SHARE = 0.125
 RAM_SHARE = 0.125
@@ -129,19 +130,16 @@ def _arena_tokens(config: EngineConfig, geometry: KVGeometry, n_pages: int, avai
     return min(running, MAX_ARENA_TOKENS, int(ARENA_SHARE * available_bytes) // geometry.token_bytes)
 
 
-WRITES_AT_ONCE = 4
-"""As many as the scheduler asks for (sched/persist.py); more threads of the store need no more slots."""
-
-
 def _staging_slots(config: EngineConfig, geometry: KVGeometry) -> int:
-    """Readers + ancestor copies + 2, within 256 MB. Fewer than 3 cannot work: the model is refused by name of the limit."""
+    """Readers + ancestor copies + 2, within 256 MB. Fewer than 3 cannot work: the model is refused by name of the limit. The
+    scheduler asks for ``MAX_WRITES`` at once: more writers need no more slots."""
     most = MAX_STAGING_BYTES // geometry.slot_bytes
     if most < MIN_STAGING_SLOTS:
         raise PlanError(
             f"One chunk of this model takes {_mib(geometry.slot_bytes)}: {MIN_STAGING_SLOTS} staging slots exceed"
             f" {_mib(MAX_STAGING_BYTES)}."
         )
-    return max(MIN_STAGING_SLOTS, min(most, config.store_readers + min(config.store_writers, WRITES_AT_ONCE) + 2))
+    return max(MIN_STAGING_SLOTS, min(most, config.store_readers + min(config.store_writers, MAX_WRITES) + 2))
 
 
 def _ram_slots(

@@ -23,8 +23,6 @@ FIELDS = 5
 """Rows of the packed parameters: start of the noise stream, temperature, top_k, top_p, log(min_p)."""
 DRAW_ROWS = 32
 """Rows drawn at a time: the work of one row is some 100 bytes per token of the vocabulary."""
-DRAW_ROWS = 32
-"""Rows drawn at a time: the work of one row is some 100 bytes per token of the vocabulary."""
 _GOLDEN, _MIX1, _MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 

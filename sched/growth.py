@@ -9,6 +9,7 @@ from kvalet.sched.board import Board
 from kvalet.sched.lines import Line
 from kvalet.sched.prefix import Node, common_prefix, covers
 from kvalet.sched.records import let_go, trim
+from kvalet.sched.resident import chunk_keys
 from kvalet.sched.session import Branch, Session, Turn
 from kvalet.store.ids import ChunkKey
 
@@ -99,14 +100,9 @@ def tracked(board: Board, session: Session) -> bool:
 def pieces_of(board: Board, turn: Turn, ids: tuple[int, ...], kv_len: int) -> tuple[tuple[ChunkKey, ...], ChunkKey | None]:
     """Keys of the whole chunks of ``ids[:kv_len]``, and of the tail after them."""
     size = board.config.chunk_tokens
-    keys = turn.keys
-    secret = turn.spec.secret
-    while (len(keys) + 1) * size <= kv_len:
-        at = len(keys) * size
-        keys.append(board.chunks.key_after(secret, keys[-1] if keys else None, ids[at : at + size]))
-    whole = tuple(keys[: kv_len // size])
+    whole = tuple(chunk_keys(board, turn, ids)[: kv_len // size])
     rest = ids[len(whole) * size : kv_len]
-    return whole, board.chunks.key_after(secret, whole[-1] if whole else None, rest) if rest else None
+    return whole, board.chunks.key_after(turn.spec.secret, whole[-1] if whole else None, rest) if rest else None
 
 
 def want(board: Board, line: Line) -> None:

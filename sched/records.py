@@ -229,16 +229,16 @@ def stored(board: Board, tenant: str, name: str) -> list[str]:
 
 def close(board: Board, session: Session | None, tenant: str, name: str) -> None:
     """All records of the session go, read or not; nothing is written for it any more."""
-    stored: dict[str, None] = dict.fromkeys(board.disk.branches(tenant, name))
+    branches = dict.fromkeys(stored(board, tenant, name))
     if session is not None:
         session.closed = True
         for line in session.lines.values():
             board.lines.remove(line)
             let_go(board, line)
             if line.saved is not None or line.sending is not None:
-                stored[line.branch.id] = None
+                branches[line.branch.id] = None
         session.lines.clear()
-    for branch in stored:
+    for branch in branches:
         board.out.append(DropRecord(tenant, name, branch))
 
 
